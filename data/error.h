@@ -1,0 +1,68 @@
+/* error.h: how the program refuses. One sentence that says what is wrong, with numbers and what to change,
+ * then a non-zero exit on every rank.
+ *   ENSURE(cond, fmt, ...)   for the world: files, sizes, memory. Always on. Exit code 1.
+ *   die(fmt, ...)            the same without a condition
+ *   die_usage(fmt, ...)      the command line is wrong. Exit code 2.
+ * assert() is for our own logic. Nothing here knows MPI: zero/comm.h sets the two hooks.  */
+#pragma once
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <unistd.h>
+
+inline int die_rank = 0;                             // printed in front of the message; the launcher's rank until comm_init
+inline int die_num_ranks = 1;
+inline void (*die_abort)(int exit_code) = nullptr;   // takes all ranks down (MPI_Abort); null before comm_init
+
+#define FORMAT(a, b) __attribute__((format(printf, a, b)))
+
+/* A bad file is seen by all ranks at once. Rank 0 speaks first; the others give it half a second to end them. */
+[[noreturn]] static inline void die_exit(int exit_code, const char* where, const char* fmt, va_list args)
+{
+    if (die_rank != 0) usleep(500 * 1000);
+    fflush(stdout);
+    char line[4096];
+    int used = die_num_ranks > 1 ? snprintf(line, sizeof line, "train_gpt: rank %d: ", die_rank)
+                                 : snprintf(line, sizeof line, "train_gpt: ");
+    used += vsnprintf(line + used, sizeof line - used, fmt, args);
+    if (used > (int)sizeof line - 1) used = sizeof line - 1;
+    if (where != nullptr) used += snprintf(line + used, sizeof line - used, " [%s]", where);
+    fprintf(stderr, "%s\n", line);                   // one write: lines of several ranks do not mix
+    fflush(stderr);
+    if (die_abort != nullptr) die_abort(exit_code);
+    _exit(exit_code);
+}
+
+[[noreturn]] FORMAT(1, 2) static inline void die(const char* fmt, ...)
+{
+    va_list args;
+    va_start(args, fmt);
+    die_exit(1, nullptr, fmt, args);
+}
+
+[[noreturn]] FORMAT(1, 2) static inline void die_usage(const char* fmt, ...)
+{
+    va_list args;
+    va_start(args, fmt);
+    die_exit(2, nullptr, fmt, args);
+}
+
+/* A library call failed: the message ends with file:line, since the reader may be us. */
+[[noreturn]] FORMAT(2, 3) static inline void die_at(const char* where, const char* fmt, ...)
+{
+    va_list args;
+    va_start(args, fmt);
+    die_exit(1, where, fmt, args);
+}
+
+#define ERROR_STRING_(x) #x
+#define ERROR_STRING(x) ERROR_STRING_(x)
+#define WHERE __FILE__ ":" ERROR_STRING(__LINE__)
+#define ENSURE(cond, ...) do { if (!(cond)) die(__VA_ARGS__); } while (0)
+
+static inline void* malloc_checked(size_t size_bytes)
+{
+    void* p = malloc(size_bytes ? size_bytes : 1);
+    ENSURE(p != nullptr, "out of host memory: %zu bytes asked for", size_bytes);
+    return p;
+}

@@ -1,0 +1,53 @@
+/* common.cuh: what every op file stands on: the floating-point type of this build, CUDA call checks, small helpers.
+ *   floatX      storage type of parameters and activations (PREC_FP32, PREC_BF16 or PREC_FP16; arithmetic is always fp32)
+ *   load_f, store_f   floatX <-> float
+ *   ON_CPU(call)      in the CPU build: runs `call` and returns from the launcher; elsewhere nothing
+ *   CUDA_CHECK(call)  a failed call names itself, file:line and the library's words */
+#pragma once
+#include <cassert>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include "../data/error.h"
+#include "prim.cuh"
+
+#if !defined(PREC_FP32) && !defined(PREC_BF16) && !defined(PREC_FP16)
+#define PREC_FP32
+#endif
+#if defined(PREC_FP32)
+typedef float floatX;
+#define FLOATX_NAME "fp32"
+#define FLOATX_CUDA CUDA_R_32F
+#define FLOATX_NCCL ncclFloat32
+#elif defined(PREC_BF16)
+typedef __nv_bfloat16 floatX;
+#define FLOATX_NAME "bf16"
+#define FLOATX_CUDA CUDA_R_16BF
+#define FLOATX_NCCL ncclBfloat16
+#else
+typedef __half floatX;
+#define FLOATX_NAME "fp16"
+#define FLOATX_CUDA CUDA_R_16F
+#define FLOATX_NCCL ncclFloat16
+#endif
+
+HOSTDEV float load_f(float x) { return x; }
+HOSTDEV float load_f(__nv_bfloat16 x) { return __bfloat162float(x); }
+HOSTDEV float load_f(__half x) { return __half2float(x); }
+HOSTDEV void store_f(float* p, float x) { *p = x; }
+HOSTDEV void store_f(__nv_bfloat16* p, float x) { *p = __float2bfloat16_rn(x); }
+HOSTDEV void store_f(__half* p, float x) { *p = __float2half_rn(x); }
+
+#if defined(DEVICE_CPU)
+#define ON_CPU(...) do { (void)stream; __VA_ARGS__; return; } while (0)
+#else
+#define ON_CPU(...) ((void)0)
+#endif
+
+#define CUDA_CHECK(call) do { \
+    cudaError_t cuda_error_ = (call); \
+    if (cuda_error_ != cudaSuccess) die_at(WHERE, "%s: %s", #call, cudaGetErrorString(cuda_error_)); \
+} while (0)
+
+static inline size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
+static inline size_t round_up(size_t a, size_t multiple) { return ceil_div(a, multiple) * multiple; }
