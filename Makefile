@@ -1,6 +1,9 @@
 # train_gpt: `make` builds ./train_gpt for this machine, `make help` says what else there is.
 # One object per precision is compiled from train_gpt.cu and linked into one binary, build/DEVICE/train_gpt.
 
+SHELL       := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+
 HAVE_NVCC      := $(shell command -v nvcc)
 HAVE_GPU       := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 DEFAULT_DEVICE := $(if $(and $(HAVE_NVCC),$(HAVE_GPU)),cuda,cpu)
@@ -19,7 +22,7 @@ WARN := -Wall -Wextra -Wno-unused-function -Wno-unused-parameter -Wno-unknown-pr
 # ---- MPI and NCCL -----------------------------------------------------------------------------------------------
 ifdef NO_MPI
   MPI_FLAGS := -DNO_MPI
-else ifeq ($(filter help clean lint,$(MAKECMDGOALS)),)
+else ifeq ($(filter help clean lint list-tests,$(MAKECMDGOALS)),)
   ifeq ($(shell command -v mpicc),)
     $(error mpicc is not here: run scripts/setup.sh, or build for one process with NO_MPI=1)
   endif
@@ -95,6 +98,8 @@ TEST_BINS    := $(patsubst %,$(BUILD)/%,$(filter-out test_ops,$(TEST_NAMES)) \
                   $(if $(filter test_ops,$(TEST_NAMES)),$(TEST_PRECS:%=test_ops.%)))
 
 tests: $(TEST_BINS)
+list-tests:
+	@echo $(TEST_BINS)
 
 $(BUILD)/test_ops.%.o: test/test_ops.cu $(BUILD)/flags
 	$(COMPILE) $(call precision,$*) -DOP_TESTS $(MMD) -c $< -o $@
@@ -116,7 +121,8 @@ $(BUILD)/bench_%: dev/bench_%.cpp $(BUILD)/flags
 
 # Registers that do not fit are spilled to memory: no kernel may. Compiles for the GPU, needs none.
 spills:
-	$(MAKE) DEVICE=cuda SPILLS=1 BUILD=build/spills all tests 2>&1 | dev/spills.py
+	@rm -rf build/spills
+	$(MAKE) DEVICE=cuda SPILLS=1 BUILD=build/spills $(if $(ARCH),ARCH="$(ARCH)") build/spills/train_gpt 2>&1 | dev/spills.py
 
 lint:
 	@dev/lint.py
@@ -149,6 +155,6 @@ help:
 	@echo "ARCH='80 90'        GPU architectures (cuda; default: the cards found, else 80 90 100)"
 	@echo "NO_MPI=1 NO_NCCL=1  one process: leave MPI or NCCL out"
 
-.PHONY: all tests test spills lint clean help force
+.PHONY: all tests list-tests test spills lint clean help force
 .SECONDARY:
 -include $(wildcard $(BUILD)/*.d)
