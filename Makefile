@@ -122,7 +122,7 @@ $(BUILD)/bench_%: dev/bench_%.cpp $(BUILD)/flags
 # Registers that do not fit are spilled to memory: no kernel may. Compiles for the GPU, needs none.
 spills:
 	@rm -rf build/spills
-	$(MAKE) DEVICE=cuda SPILLS=1 BUILD=build/spills $(if $(ARCH),ARCH="$(ARCH)") build/spills/train_gpt 2>&1 | dev/spills.py
+	$(MAKE) DEVICE=cuda SPILLS=1 BUILD=build/spills build/spills/train_gpt 2>&1 | dev/spills.py
 
 lint:
 	@dev/lint.py

@@ -2,7 +2,7 @@
 
 Element i (row-major in the shape of the Hugging Face file) of tensor NAME at seed s:
 
-    mix(z)  = SplitMix64's finaliser: z ^= z>>30; z *= 0xBF58476D1CE4E5B9; z ^= z>>27; z *= 0x94D049BB133111EB; z ^= z>>31
+    mix(z)  = SplitMix64's finaliser, mix() below
     key     = fnv1a64(NAME) ^ mix(s + 0x9E3779B97F4A7C15)
     z       = mix(key + (i+1) * 0x9E3779B97F4A7C15)
     u1, u2  = ((z >> 32) + 1) / 2^32, (z & 0xffffffff) / 2^32

@@ -16,7 +16,7 @@ for line in sys.stdin:
         other.append(line)
 
 if kernels == 0:
-    sys.exit("".join(other) + "spills: no kernel was compiled (nothing changed since the last time? rm -r build/spills)")
+    sys.exit("".join(other) + "spills: no kernel was compiled")
 if any("error" in line.lower() for line in other):
     sys.exit("".join(other))
 print("\n".join(spills), end="\n" if spills else "")

@@ -67,7 +67,8 @@ def draw(runs, x_key, log_y):
         top.plot(x, smooth(losses), color=color, label=f"{name}: training")
         x, val_losses = series(log, "val_loss", x_key)
         if x:
-            top.plot(x, val_losses, "o--", color=color, markersize=4, label=f"{name}: validation, last {val_losses[-1]:.4f}")
+            label = f"{name}: validation, last {val_losses[-1]:.4f}"
+            top.plot(x, val_losses, "o--", color=color, markersize=4, label=label)
         middle.plot(*series(log, "lr", x_key), color=color)
         bottom.plot(*series(log, "norm", x_key), color=color, linewidth=0.8)
     top.set_ylabel("loss (nats per token)")

@@ -89,7 +89,8 @@ def test_resume_run_folder(tmp_path, reference):
     shutil.copytree(reference.folder, folder)
     shutil.rmtree(folder / f"step_{STEPS:08d}")
     (folder / "step_00000014" / "optimizer.safetensors").unlink()
-    run = train_gpt("--resume", folder, *flags(tmp_path)[3:], *layout(1, 0), device=reference.device, out=tmp_path / "new")
+    run = train_gpt("--resume", folder, *flags(tmp_path)[3:], *layout(1, 0), device=reference.device,
+                    out=tmp_path / "new")
     assert run.log[0]["step"] == 8
     assert_same_bits(run, reference, first=7)
 
@@ -113,6 +114,7 @@ def test_save_does_not_change_training(tmp_path, reference):
 def test_checkpoint_is_a_model(tmp_path, reference):
     """A checkpoint's weights load as a model: its first loss continues where training stood."""
     args = flags(tmp_path)
-    run = train_gpt("-m", reference.checkpoint(STEPS), *args[3:], *layout(1, 0), device=reference.device, out=tmp_path / "run")
+    run = train_gpt("-m", reference.checkpoint(STEPS), *args[3:], *layout(1, 0), device=reference.device,
+                    out=tmp_path / "run")
     assert run.log[0]["step"] == 1 and run.series("loss")[0] < reference.series("loss")[0] - 0.3
     assert set(weights(reference.checkpoint(STEPS))) == set(init.gpt2_shapes(CONFIG))

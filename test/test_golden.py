@@ -15,7 +15,8 @@ def load(name):
 
 def run_golden(golden, tmp_path, model, device, *args, **kw):
     h, V = golden["hyper"], golden["config"]["vocab_size"]
-    shard_write(tmp_path / "data" / "train_000000.bin", init.tokens(h["steps"] * h["B"] * h["T"] + 1, V, h["data_seed"]), V)
+    tokens = init.tokens(h["steps"] * h["B"] * h["T"] + 1, V, h["data_seed"])
+    shard_write(tmp_path / "data" / "train_000000.bin", tokens, V)
     return train_gpt("-m", *model, "-d", tmp_path / "data", "-t", h["T"], "-n", h["steps"], "-l", h["lr"],
                      "--min-lr", h["min_lr"], "--warmup", h["warmup"], "--beta1", h["beta1"], "--beta2", h["beta2"],
                      "--eps", h["eps"], "--weight-decay", h["weight_decay"], "--clip", h["clip"], "-s", h["seed"],
