@@ -214,10 +214,14 @@ def test_resume(checkpointed):
         tensors.pop("transformer.ln_f.bias.m")
         safetensors_write(folder / "optimizer.safetensors", tensors)
 
+    def short_weights(folder):
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-8])
+
     spoiled(lambda f: (f / "state.json").write_text("{"), "state.json")
     spoiled(lambda f: (f / "state.json").unlink(), checkpoint, ranks=3)
     spoiled(without_moment, "optimizer.safetensors", "transformer.ln_f.bias")
-    spoiled(lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-8]), "model.safetensors")
+    spoiled(short_weights, "model.safetensors")
     refused(1, good / "nowhere", args=args(good, **{"-m": None, "--resume": good / "nowhere"}))
 
 

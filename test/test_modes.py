@@ -34,10 +34,12 @@ def args(folder, *more):
 
 def planned_mib(out):
     """{place: MiB} of the totals in the printed plan."""
-    return {place: float(mib) for place, mib in re.findall(r"(device|host) memory per rank\n(?:.*\n)*?\s+total\s+([\d.]+) MiB", out)}
+    found = re.findall(r"(device|host) memory per rank\n(?:.*\n)*?\s+total\s+([\d.]+) MiB", out)
+    return {place: float(mib) for place, mib in found}
 
 
-@pytest.mark.parametrize("ranks,stage,model,micro_batch,seq_len", [(1, 0, "d6", 4, 256), (2, 2, "d8", 2, 256), (2, 1, "d4", 16, 128)])
+@pytest.mark.parametrize("ranks,stage,model,micro_batch,seq_len",
+                         [(1, 0, "d6", 4, 256), (2, 2, "d8", 2, 256), (2, 1, "d4", 16, 128)])
 def test_memory_is_as_planned(tmp_path, ranks, stage, model, micro_batch, seq_len):
     """Peak resident memory of each rank is within 5 % of the plan."""
     shard_write(tmp_path / "data" / "train_000000.bin", init.tokens(40000, 8192, 1), 8192)
@@ -85,7 +87,8 @@ def test_log(folder, tmp_path):
         assert {"loss", "norm", "lr", "step_ms", "tok_per_s", "tokens"} <= entry.keys()
         assert entry["tokens"] == 2 * 3 * 2 * T
     assert re.fullmatch(r"[0-9a-f]{16}", run.log[-1]["state_hash"])
-    shown = re.findall(r"step (\d)/4 \| loss (\d\.\d{6}) \| norm (\d+\.\d{6}) \| lr \d\.\d\de-\d\d \| \d+ ms \| ", run.out)
+    line = r"step (\d)/4 \| loss (\d\.\d{6}) \| norm (\d+\.\d{6}) \| lr \d\.\d\de-\d\d \| \d+ ms \| "
+    shown = re.findall(line, run.out)
     assert [int(step) for step, _, _ in shown] == [1, 2, 3, 4]
     assert [float(loss) for _, loss, _ in shown] == pytest.approx(run.series("loss"), abs=1e-6)
 
