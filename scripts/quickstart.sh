@@ -38,8 +38,7 @@ model=$(find "$out" -maxdepth 1 -name 'step_*' | sort | tail -n 1)
 mpirun -np 2 ./train_gpt --eval -m "$model"
 val=data/sets/kjv/val.txt
 if [ -e "$val" ]; then
-    packed_bytes=$(gzip -9 -c "$val" | wc -c)
-    awk -v packed="$packed_bytes" -v n="$(wc -c < "$val")" 'BEGIN { printf "gzip -9: %.3f bits per byte\n", 8 * packed / n }'
+    gzip -9 -c "$val" | wc -c | awk -v n="$(wc -c < "$val")" '{ printf "gzip -9: %.3f bits per byte\n", 8 * $1 / n }'
 fi
 
 step "plot"
