@@ -7,7 +7,7 @@
  *   json_int_or(j, key, fallback, min, max, file)  optional: missing or null gives the fallback; same for the others
  *   json_add_int(j, key, x) ..._float _string _bool _object _array
  *   json_write_file(path, j)                       2 spaces a level, as Python's json.dumps(indent=2), and fsync
- *   JsonText                                       a growing string: json_text_add(&t, fmt, ...), json_text_quote(&t, s)
+ *   JsonText t                                     a growing string: json_text_add(&t, fmt, ...) json_text_quote(&t, s)
  *
  * `file` in messages is whatever the reader of the message should look at: a path, or "path: section".
  * Numbers are doubles in cJSON, so integers are exact up to 2^53 and larger ones are refused, never rounded.

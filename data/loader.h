@@ -5,7 +5,7 @@
  *   loader_seek(l, position);                      windows used since the run began; 0 without a seek
  *   loader_next(l, inputs, targets);               the next micro-batch of this rank, (B,T) each; rows that are not
  *                                                  empty are returned. Blocks until it is read, dies if it cannot be
- *   loader_position(l)                             windows used by the whole steps taken so far: what a checkpoint keeps
+ *   loader_position(l)                             windows used by the whole steps so far: what a checkpoint keeps
  *   loader_batch_windows(l, position)              windows in the global batch that begins there: less than B*G*R only
  *                                                  where the data end, 0 beyond
  *   loader_close(l)

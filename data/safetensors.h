@@ -16,7 +16,7 @@
  *
  * A file is
  *   byte 0        8 bytes: length H of the header, little-endian
- *   byte 8        H bytes: a JSON object {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...};
+ *   byte 8        H bytes: a JSON object {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}};
  *                 "__metadata__" may hold strings. H is a multiple of 8 in what we write, the end filled with spaces
  *   byte 8 + H    the tensors, row-major, little-endian; offsets count from here. They fill the file without hole
  *                 or overlap, down to its last byte
@@ -108,8 +108,8 @@ static inline uint16_t safe_f16_of_float(float x)
     uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
     if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00 | (bits >> 13 & 0x3ff));
     if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00);            // 65520 and above round to Inf
-    if (magnitude < 0x38800000) {                                             // below 2^-14: a denormal of step 2^-24;
-        float shifted = safe_float_of_bits(magnitude) + 0.5f;                 // 0.5 has exactly that step in its last bit
+    if (magnitude < 0x38800000) {                                 // below 2^-14: a denormal of step 2^-24, which is
+        float shifted = safe_float_of_bits(magnitude) + 0.5f;     // what the last bit of a float near 0.5 is worth
         uint32_t shifted_bits;
         memcpy(&shifted_bits, &shifted, 4);
         return (uint16_t)(sign | (shifted_bits - 0x3f000000));
@@ -183,8 +183,8 @@ static inline SafeTensor safe_parse_tensor(const cJSON* item, const char* path, 
     size_t end = (size_t)json_item_int(offsets->child->next, "data_offsets", 0, JSON_MAX_INT, where);
     ENSURE(begin <= end && end <= data_bytes, "%s: lies at bytes %zu to %zu of the data, the file has %zu; it was cut "
            "short: copy it again", where, begin, end, data_bytes);
-    ENSURE(safe_tensor_measure(&t) && t.num_bytes == end - begin, "%s: its shape needs %zu bytes as %s, its offsets give "
-           "it %zu; the header is damaged", where, t.num_bytes, safe_dtypes[(int)t.dtype].name, end - begin);
+    ENSURE(safe_tensor_measure(&t) && t.num_bytes == end - begin, "%s: its shape needs %zu bytes as %s, its offsets "
+           "give it %zu; the header is damaged", where, t.num_bytes, safe_dtypes[(int)t.dtype].name, end - begin);
     t.offset = begin;
     t.name = strdup(item->string);
     ENSURE(t.name != nullptr, "out of host memory for a tensor's name");
@@ -331,8 +331,8 @@ static inline SafeTensors* safetensors_open(const char* path)
         safe_sort_and_check_names(st);
         return st;
     }
-    ENSURE(safe_is_file(index), "%s: cannot be found; weights are a .safetensors file, its .index.json, or a folder with "
-           "model.safetensors or model.safetensors.index.json", path);
+    ENSURE(safe_is_file(index), "%s: cannot be found; weights are a .safetensors file, its .index.json, or a folder "
+           "with model.safetensors or model.safetensors.index.json", path);
     cJSON* root = json_parse_file(index);
     const cJSON* weight_map = json_object(root, "weight_map", index);
     safe_read_index_files(st, weight_map, index);
@@ -370,8 +370,8 @@ static inline void safetensors_read_bytes(const SafeTensors* st, const SafeTenso
     const SafeFile* file = &st->files[t->file_idx];
     size_t need = num_elems * bits / 8, offset = t->offset + first_elem * bits / 8;
     size_t got = pread_full(file->fd, out, need, offset);
-    ENSURE(got == need, "%s: tensor \"%s\": need %zu bytes at byte %zu, have %zu%s%s", file->path, t->name, need, offset,
-           got, errno ? ": " : "", errno ? strerror(errno) : "");
+    ENSURE(got == need, "%s: tensor \"%s\": need %zu bytes at byte %zu, have %zu%s%s", file->path, t->name, need,
+           offset, got, errno ? ": " : "", errno ? strerror(errno) : "");
 }
 
 static inline void safetensors_read_f32(const SafeTensors* st, const SafeTensor* t, size_t first_elem, size_t num_elems,
@@ -384,8 +384,8 @@ static inline void safetensors_read_f32(const SafeTensors* st, const SafeTensor*
         safetensors_read_bytes(st, t, first_elem, num_elems, out);
         return;
     }
-    unsigned char* half = (unsigned char*)(out + num_elems) - 2 * num_elems;   // the back half of out, widened in place:
-    safetensors_read_bytes(st, t, first_elem, num_elems, half);                // float i ends before half i + 1 begins
+    unsigned char* half = (unsigned char*)out + 2 * num_elems;       // the back half of out, widened in place:
+    safetensors_read_bytes(st, t, first_elem, num_elems, half);      // float i ends before half i + 1 begins
     for (size_t i = 0; i < num_elems; i++) {
         uint16_t bits;
         memcpy(&bits, half + 2 * i, 2);
@@ -495,8 +495,8 @@ static inline SafeTensors* safetensors_plan(const char* path, const SafeTensor* 
         SafeTensor* t = &st->tensors[i];
         *t = tensors[i];
         t->name = strdup(t->name);
-        ENSURE(t->num_dims <= SAFE_MAX_DIMS && safe_tensor_measure(t), "%s: tensor \"%s\" has a shape that no file holds",
-               path, t->name);
+        ENSURE(t->num_dims <= SAFE_MAX_DIMS && safe_tensor_measure(t), "%s: tensor \"%s\" has a shape that no file "
+               "holds", path, t->name);
         total_bytes += t->num_bytes;
         total_elems += t->num_elems;
     }
@@ -510,8 +510,8 @@ static inline SafeTensors* safetensors_plan(const char* path, const SafeTensor* 
         SafeFile* file = &st->files[f];
         file->fd = -1;
         file->path = (char*)malloc_checked(length + 32);
+        snprintf(file->path, length + 32, "%.*s-%05zu-of-%05zu.safetensors", (int)stem, path, f + 1, st->num_files);
         if (st->num_files == 1) strcpy(file->path, path);
-        else snprintf(file->path, length + 32, "%.*s-%05zu-of-%05zu.safetensors", (int)stem, path, f + 1, st->num_files);
         safe_plan_header(file, st->tensors + first, end - first);
         first = end;
     }
@@ -575,9 +575,9 @@ static inline void safetensors_write_bytes(const SafeTensors* st, const SafeTens
                                            size_t num_elems, const void* src)
 {
     size_t bits = safe_dtypes[(int)t->dtype].elem_bits;
-    ENSURE(bits % 8 == 0 && first_elem <= t->num_elems && num_elems <= t->num_elems - first_elem, "%s: tensor \"%s\" has "
-           "%zu elements, %zu to %zu were to be written", st->path, t->name, t->num_elems, first_elem,
-           first_elem + num_elems);
+    ENSURE(bits % 8 == 0 && first_elem <= t->num_elems && num_elems <= t->num_elems - first_elem,
+           "%s: tensor \"%s\" has %zu elements, %zu to %zu were to be written", st->path, t->name, t->num_elems,
+           first_elem, first_elem + num_elems);
     safe_write_range(&st->files[t->file_idx], src, num_elems * bits / 8, t->offset + first_elem * bits / 8);
 }
 

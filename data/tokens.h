@@ -109,8 +109,8 @@ static inline TokenFile token_file_open(const char* path, bool raw)
     close(fd);
     ENSURE(got == sizeof header || read_errno == 0, "%s: reading its header failed at byte %zu: %s", path, got,
            strerror(read_errno));
-    ENSURE(got == sizeof header, "%s: has %zu bytes, a token shard's header alone has %d; the file was cut short, or it "
-           "is not a token shard", path, got, TOKENS_HEADER_BYTES);
+    ENSURE(got == sizeof header, "%s: has %zu bytes, a token shard's header alone has %d; the file was cut short, or "
+           "it is not a token shard", path, got, TOKENS_HEADER_BYTES);
     bool u16 = header[0] == TOKENS_MAGIC_U16, u32 = header[0] == TOKENS_MAGIC_U32;
     ENSURE(u16 || u32, "%s: begins with %u (byte 0), a token shard begins with %u or %u; make shards with "
            "data/prepare.py, or say --raw-tokens if it holds bare uint16 tokens", path, header[0], TOKENS_MAGIC_U16,
