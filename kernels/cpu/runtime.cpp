@@ -15,6 +15,8 @@
 #include "stream.h"
 
 static const size_t MIB = 1 << 20;
+static size_t default_budget_bytes(void);
+static size_t host_available_bytes(void);
 
 static size_t budget_bytes, used_bytes, peak_bytes;
 static uint64_t num_host_syncs;
@@ -44,30 +46,6 @@ void wait_politely(unsigned* num_tries)
 
 /* ---- the device's size */
 
-/* Bytes in a file of /proc or of the cgroup: the number after `key`, times `unit`; SIZE_MAX if there is none. */
-static size_t number_in_file(const char* path, const char* key, size_t unit)
-{
-    FILE* f = fopen(path, "r");
-    if (f == nullptr) return SIZE_MAX;
-    size_t value = SIZE_MAX;
-    char line[256];
-    while (fgets(line, sizeof line, f) != nullptr) {
-        unsigned long long number;
-        if (strncmp(line, key, strlen(key)) != 0 || sscanf(line + strlen(key), "%llu", &number) != 1) continue;
-        value = (size_t)number * unit;
-        break;
-    }
-    fclose(f);
-    return value;
-}
-
-static int num_ranks_on_host(void)
-{
-    const char* s = getenv("OMPI_COMM_WORLD_LOCAL_SIZE");
-    int n = s != nullptr ? atoi(s) : 1;
-    return n > 0 ? n : 1;
-}
-
 static size_t device_budget(void)
 {
     if (budget_bytes != 0) return budget_bytes;
@@ -79,14 +57,7 @@ static size_t device_budget(void)
         budget_bytes = (size_t)mib * MIB;
         return budget_bytes;
     }
-#ifdef DEVICE_EMU
-    budget_bytes = 2048 * MIB;
-#else
-    size_t host_bytes = number_in_file("/proc/meminfo", "MemTotal:", 1024);
-    host_bytes = size_min(host_bytes, number_in_file("/sys/fs/cgroup/memory.max", "", 1));
-    ENSURE(host_bytes != SIZE_MAX, "cannot tell how much memory this machine has; set TRAIN_GPT_DEVICE_MB");
-    budget_bytes = host_bytes / (size_t)num_ranks_on_host();
-#endif
+    budget_bytes = default_budget_bytes();
     return budget_bytes;
 }
 
@@ -226,10 +197,7 @@ cudaError_t cudaHostAlloc(void** p, size_t size, unsigned int) { return cudaMall
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes)
 {
     *total_bytes = device_budget();
-    *free_bytes = *total_bytes > used_bytes ? *total_bytes - used_bytes : 0;
-#ifdef DEVICE_CPU
-    *free_bytes = size_min(*free_bytes, number_in_file("/proc/meminfo", "MemAvailable:", 1024));
-#endif
+    *free_bytes = *total_bytes > used_bytes ? size_min(*total_bytes - used_bytes, host_available_bytes()) : 0;
     return cudaSuccess;
 }
 

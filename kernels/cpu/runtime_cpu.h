@@ -12,6 +12,43 @@ void stream_enqueue(cudaStream_t, const char*, const StreamOpKind* kind, void* a
 
 void stream_drain_all(void) {}
 
+/* ---- the machine */
+
+/* Bytes in a file of /proc or of the cgroup: the number after `key`, times `unit`; SIZE_MAX if there is none. */
+static size_t number_in_file(const char* path, const char* key, size_t unit)
+{
+    FILE* f = fopen(path, "r");
+    if (f == nullptr) return SIZE_MAX;
+    size_t value = SIZE_MAX;
+    char line[256];
+    while (fgets(line, sizeof line, f) != nullptr) {
+        unsigned long long number;
+        if (strncmp(line, key, strlen(key)) != 0 || sscanf(line + strlen(key), "%llu", &number) != 1) continue;
+        value = (size_t)number * unit;
+        break;
+    }
+    fclose(f);
+    return value;
+}
+
+static int num_ranks_on_host(void)
+{
+    const char* s = getenv("OMPI_COMM_WORLD_LOCAL_SIZE");
+    int n = s != nullptr ? atoi(s) : 1;
+    return n > 0 ? n : 1;
+}
+
+/* The machine's memory, or what the control group leaves of it, shared by the ranks on it. */
+static size_t default_budget_bytes(void)
+{
+    size_t host_bytes = number_in_file("/proc/meminfo", "MemTotal:", 1024);
+    host_bytes = size_min(host_bytes, number_in_file("/sys/fs/cgroup/memory.max", "", 1));
+    ENSURE(host_bytes != SIZE_MAX, "cannot tell how much memory this machine has; set TRAIN_GPT_DEVICE_MB");
+    return host_bytes / (size_t)num_ranks_on_host();
+}
+
+static size_t host_available_bytes(void) { return number_in_file("/proc/meminfo", "MemAvailable:", 1024); }
+
 static int num_cores(void)
 {
     cpu_set_t set;

@@ -6,6 +6,9 @@
  * picks at random among the streams whose head may run. */
 #include <csignal>
 
+static size_t default_budget_bytes(void) { return 2048 * MIB; }
+static size_t host_available_bytes(void) { return SIZE_MAX; }
+
 /* ---- arenas */
 
 struct Allocation { char* p; size_t size_bytes; bool live; };
@@ -23,9 +26,14 @@ static Arena pinned_arena = {"pinned", (size_t)1 << 36, nullptr, 0, nullptr, 0, 
 
 static const size_t PAGE = 4096, GAP = 256;
 
-static size_t page_up(size_t x) { return (x + PAGE - 1) / PAGE * PAGE; }
-static char* pages_of(const Allocation* a) { return a->p - GAP; }
-static size_t pages_bytes(const Allocation* a) { return page_up(a->size_bytes + 2 * GAP); }
+/* An allocation ends GAP to 2*GAP - 1 bytes before an inaccessible page; what is left of its own pages lies before it. */
+static size_t aligned_bytes(size_t size_bytes) { return (size_bytes + GAP - 1) / GAP * GAP; }
+static size_t pages_bytes(size_t size_bytes) { return (aligned_bytes(size_bytes) + 2 * GAP + PAGE - 1) / PAGE * PAGE; }
+static char* pages_of(const Allocation* a)
+{
+    return a->p + aligned_bytes(a->size_bytes) + GAP - pages_bytes(a->size_bytes);
+}
+static size_t back_gap_bytes(const Allocation* a) { return aligned_bytes(a->size_bytes) + GAP - a->size_bytes; }
 
 static bool arena_holds(const Arena* arena, const void* p)
 {
@@ -52,22 +60,23 @@ static void* arena_alloc(Arena* arena, size_t size_bytes)
                arena->reserve_bytes, arena->name);
         arena->base = (char*)p;
     }
-    size_t len = page_up(size_bytes + 2 * GAP);
+    size_t len = pages_bytes(size_bytes);
     ENSURE(arena->next_offset + len + PAGE <= arena->reserve_bytes,
            "emulator: %s address space is used up (addresses are never used again)", arena->name);
     char* pages = arena->base + arena->next_offset;
     if (mprotect(pages, len, PROT_READ | PROT_WRITE) != 0) return nullptr;
     arena->next_offset += len + PAGE;                // an inaccessible page between neighbours
-    memset(pages + GAP, EMU_FILL_BYTE, size_bytes);
-    emu_gap_fill(pages, GAP);
-    emu_gap_fill(pages + GAP + size_bytes, len - GAP - size_bytes);
+    Allocation a = {pages + len - GAP - aligned_bytes(size_bytes), size_bytes, true};
+    memset(a.p, EMU_FILL_BYTE, size_bytes);
+    emu_gap_fill(pages, (size_t)(a.p - pages));
+    emu_gap_fill(a.p + size_bytes, back_gap_bytes(&a));
     if (arena->num_allocations == arena->capacity) {
         arena->capacity = arena->capacity ? 2 * arena->capacity : 64;
         arena->allocations = (Allocation*)realloc(arena->allocations, arena->capacity * sizeof(Allocation));
         ENSURE(arena->allocations != nullptr, "out of host memory");
     }
-    arena->allocations[arena->num_allocations++] = {pages + GAP, size_bytes, true};
-    return pages + GAP;
+    arena->allocations[arena->num_allocations++] = a;
+    return a.p;
 }
 
 static size_t arena_free(Arena* arena, void* p, const char* call)
@@ -76,7 +85,7 @@ static size_t arena_free(Arena* arena, void* p, const char* call)
     if (a == nullptr || a->p != p) emu_die("%s(%p): not an allocation", call, p);
     if (!a->live) emu_die("%s(%p): freed twice", call, p);
     a->live = false;
-    mmap(pages_of(a), pages_bytes(a), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    mmap(pages_of(a), pages_bytes(a->size_bytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     return a->size_bytes;
 }
 
@@ -107,9 +116,8 @@ void emu_check_device_gaps(const char* after)
         const Allocation* a = &device_arena.allocations[i];
         if (!a->live) continue;
         char* end = a->p + a->size_bytes;
-        size_t back_bytes = pages_bytes(a) - GAP - a->size_bytes;
-        const char* front_hit = emu_gap_damage(pages_of(a), GAP);
-        const char* back_hit = emu_gap_damage(end, back_bytes);
+        const char* front_hit = emu_gap_damage(a->p - GAP, GAP);
+        const char* back_hit = emu_gap_damage(end, back_gap_bytes(a));
         if (back_hit != nullptr)
             emu_die("%s wrote %zu bytes past the end of a device allocation of %zu bytes", after,
                     (size_t)(back_hit - end), a->size_bytes);
@@ -566,9 +574,14 @@ cudaError_t cudaFuncSetAttribute(const void* func, enum cudaFuncAttribute attr, 
 {
     if (attr != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
     if (value < 0 || (size_t)value > emu_options.shared_limit_bytes) return result(cudaErrorInvalidValue);
-    SharedLimit* limit = (SharedLimit*)malloc_checked(sizeof(SharedLimit));
-    *limit = {func, value, shared_limits};           // the newest is found first
-    shared_limits = limit;
+    SharedLimit* limit = shared_limits;
+    while (limit != nullptr && limit->func != func) limit = limit->next;
+    if (limit == nullptr) {
+        limit = (SharedLimit*)malloc_checked(sizeof(SharedLimit));
+        *limit = {func, value, shared_limits};
+        shared_limits = limit;
+    }
+    limit->limit_bytes = value;
     return cudaSuccess;
 }
 
