@@ -5,7 +5,7 @@
  *   vf_exp            at most 1.3 ulp off; 0 below -87.33, stays finite above 88.37, NaN stays NaN
  *   vf_erf            at most 1.2 ulp off
  *   vf_gelu_tanh vf_gelu_tanh_grad vf_gelu_erf vf_gelu_erf_grad
- * vf_sum adds the lanes in a fixed tree, so results do not depend on threads; they do depend on VF. */
+ * vf_sum adds the lanes in a fixed tree: results do not depend on threads; in the last bits they depend on VF. */
 #pragma once
 #include <cstring>
 
@@ -32,22 +32,34 @@ SIMD vf vf_select(vi mask, vf a, vf b) { return mask ? a : b; }
 SIMD vf vf_max(vf a, vf b) { return a < b ? b : a; }        // a NaN in a stays, one in b is dropped
 SIMD vf vf_min(vf a, vf b) { return a > b ? b : a; }
 
+/* The lanes are folded in halves. */
+typedef float vf4 __attribute__((vector_size(16)));
+typedef float vf8 __attribute__((vector_size(32)));
+#define VF8_LOW(v) __builtin_shufflevector(v, v, 0, 1, 2, 3)
+#define VF8_HIGH(v) __builtin_shufflevector(v, v, 4, 5, 6, 7)
+#define VF16_LOW(v) __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7)
+#define VF16_HIGH(v) __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)
+#if VF == 16
+#define VF_FOLD(v, op) vf8 half = op(VF16_LOW(v), VF16_HIGH(v)); vf4 quad = op(VF8_LOW(half), VF8_HIGH(half))
+#elif VF == 8
+#define VF_FOLD(v, op) vf4 quad = op(VF8_LOW(v), VF8_HIGH(v))
+#else
+#define VF_FOLD(v, op) vf4 quad = v
+#endif
+#define OP_ADD(a, b) ((a) + (b))
+#define OP_MAX(a, b) ((a) < (b) ? (b) : (a))
+
 SIMD float vf_sum(vf v)
 {
-    float lane[VF];
-    vf_store(lane, v);
-    for (int width = VF / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
-    return lane[0];
+    VF_FOLD(v, OP_ADD);
+    return (quad[0] + quad[2]) + (quad[1] + quad[3]);
 }
 
 SIMD float vf_hmax(vf v)
 {
-    float lane[VF];
-    vf_store(lane, v);
-    for (int width = VF / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) lane[i] = lane[i] < lane[i + width] ? lane[i + width] : lane[i];
-    return lane[0];
+    VF_FOLD(v, OP_MAX);
+    float a = OP_MAX(quad[0], quad[2]), b = OP_MAX(quad[1], quad[3]);
+    return OP_MAX(a, b);
 }
 
 /* e^x = 2^n * e^r with n = round(x / ln 2) and |r| <= ln2 / 2, where a polynomial does (Cephes expf). Adding 1.5 * 2^23 rounds to an
