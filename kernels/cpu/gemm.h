@@ -192,7 +192,7 @@ static void gemm(float* C, size_t ldc, GemmOperand A, GemmOperand B, int M, int 
     int kc = gemm_div_up(K, gemm_div_up(K, GEMM_KC)), kb = kc * (GEMM_KB / GEMM_KC);
     int mb = gemm_div_up(gemm_div_up(M, gemm_div_up(M, GEMM_MB)), GEMM_MR) * GEMM_MR;
     int num_panels = gemm_div_up(N, GEMM_NR);
-#pragma omp parallel num_threads(gemm_space.num_threads)
+#pragma omp parallel num_threads(gemm_min(omp_get_max_threads(), gemm_space.num_threads))
     {
         int num_threads = omp_get_num_threads();
         float* packed_b = gemm_space.b + (size_t)omp_get_thread_num() * GEMM_KC * GEMM_NR;
