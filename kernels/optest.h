@@ -12,7 +12,7 @@
  *
  * The rule for every tensor: err(ours, double) <= 2 * err(plain, double) + one rounding step of its type, where err is
  * the largest absolute difference (op_check) or relative difference (op_check_relative). Plain results are rounded to
- * the tensor's type. op_check_exact asks for equality, for inputs made by op_input_grid whose sums are exact.
+ * the tensor's type. op_check_exact asks for equality, for inputs made by op_grid, whose sums are exact.
  *
  * OP_RUN also sees to what no run function mentions: outputs and scratch start as NaN; inputs are still what they were;
  * nothing outside a tensor is written; a second run, on the CPU with another number of threads, gives the same bits. */
@@ -323,7 +323,9 @@ static inline void op_verdict(OpRun* run, const char* tensor, double err, double
     if (!ok) run->num_failed++;
 }
 
-template <class T> static void op_check_by(OpRun* run, const OpTensor<T>& tensor, bool relative)
+/* A plain_weight of 0 leaves the plain code out of the bound. */
+template <class T> static void op_check_by(OpRun* run, const OpTensor<T>& tensor, bool relative, double plain_weight,
+                                           double num_steps)
 {
     const OpBuffer* b = &run->buffers[tensor.buffer_idx];
     const T* ours = (const T*)(b->h_result + OP_GUARD_BYTES);
@@ -338,15 +340,24 @@ template <class T> static void op_check_by(OpRun* run, const OpTensor<T>& tensor
         if (fabs(truth) > largest) largest = fabs(truth);
     }
     double step = op_step((const T*)nullptr) * (relative ? 1.0 : largest);
-    op_verdict(run, b->name, err_ours, 2 * err_plain + step);
+    op_verdict(run, b->name, err_ours, plain_weight * err_plain + num_steps * step);
 }
 
-template <class T> static void op_check(OpRun* run, const OpTensor<T>& tensor) { op_check_by(run, tensor, false); }
+template <class T> static void op_check(OpRun* run, const OpTensor<T>& tensor)
+{
+    op_check_by(run, tensor, false, 2.0, 1.0);
+}
 
 /* Element by element, for positive numbers of very different sizes. */
 template <class T> static void op_check_relative(OpRun* run, const OpTensor<T>& tensor)
 {
-    op_check_by(run, tensor, true);
+    op_check_by(run, tensor, true, 2.0, 1.0);
+}
+
+/* Stricter where plain code is poor: so many rounding steps of the largest value, whatever the plain code does. */
+template <class T> static void op_check_steps(OpRun* run, const OpTensor<T>& tensor, double num_steps)
+{
+    op_check_by(run, tensor, false, 0.0, num_steps);
 }
 
 /* The double reference rounded once to T, and nothing else. */

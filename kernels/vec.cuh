@@ -4,7 +4,7 @@
  *   VEC                  floatX elements in 16 bytes: kernels are compiled for W = VEC and W = 1, and the launcher picks
  *   round_x              the float that floatX keeps of one
  *   is_vec               every row starts on 16 bytes and is whole vectors, so W = VEC may be launched
- *   block_sum            over a block of up to 1024 threads, same bits in each thread */
+ *   block_sum block_max  over a block of up to 1024 threads (whole warps), same bits in each thread */
 #pragma once
 #include "common.cuh"
 
@@ -80,6 +80,15 @@ template <class T> DEV T block_sum(T x, T* partial)
     if (lane == 0) partial[warp] = x;
     __syncthreads();
     return warp_sum(lane < num_warps ? partial[lane] : T(0));
+}
+
+template <class T> DEV T block_max(T x, T* partial)
+{
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+    x = warp_max(x);
+    if (lane == 0) partial[warp] = x;
+    __syncthreads();
+    return warp_max(partial[lane < num_warps ? lane : 0]);
 }
 
 #endif
