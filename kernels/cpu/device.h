@@ -1,0 +1,20 @@
+/* device.h: what the CPU and emulated builds offer beyond NVIDIA's names. The program asks for these only where
+ * DEVICE_CPU or DEVICE_EMU is defined.
+ *   device_set_budget     bytes the device pretends to have; also TRAIN_GPT_DEVICE_MB. cudaMalloc fails beyond it.
+ *   device_used_bytes     allocated now          device_peak_bytes    the most that ever was
+ *   host_sync_count       how often the host waited for a stream, an event or the device; nothing inside a step should
+ *   nccl_wire_bytes       bytes this rank has sent to other ranks, by kind of collective
+ *   nccl_workspace_bytes  what a communicator of num_ranks allocates once, for the memory plan */
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+void device_set_budget(size_t budget_bytes);
+size_t device_used_bytes(void);
+size_t device_peak_bytes(void);
+uint64_t host_sync_count(void);
+
+enum class Collective { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE, SEND_RECV };
+static const int NUM_COLLECTIVES = 6;
+uint64_t nccl_wire_bytes(Collective kind);
+size_t nccl_workspace_bytes(int num_ranks);
