@@ -257,7 +257,7 @@ static void classifier_forward_test(OpRun* run)
            classifier(logits.dev, losses.dev, targets.dev, rows, V, VP, 1.0f, false, 0));
     classifier_forward_ref(losses.f64, logits.f64, targets.h, rows, V, VP);
     classifier_forward_ref(losses.f32, logits.f32, targets.h, rows, V, VP);
-    op_check_steps(run, losses, 1.0);
+    op_check_step(run, losses, 1.0);
 }
 
 static void classifier_test(OpRun* run)
@@ -274,7 +274,7 @@ static void classifier_test(OpRun* run)
     classifier_forward_ref(losses.f32, logits.f32, targets.h, rows, V, VP);
     classifier_backward_ref(logits.f64, logits.f64, targets.h, rows, V, VP, (double)dloss);
     classifier_backward_ref(logits.f32, logits.f32, targets.h, rows, V, VP, dloss);
-    op_check_steps(run, losses, 1.0);
+    op_check_step(run, losses, 1.0);
     op_check(run, logits);
 }
 
