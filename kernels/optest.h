@@ -209,11 +209,25 @@ static inline double* op_host(OpRun* run, size_t n)
     return run->host[run->num_host++] = (double*)op_alloc(n * sizeof(double));
 }
 
-/* Sends a buffer to the device again, after a run function has changed the host's copy. */
-static inline void op_upload(OpRun* run, const char* name)
+static inline OpBuffer* op_buffer(OpRun* run, const char* name)
 {
     for (int k = 0; k < run->num_buffers; k++)
-        if (strcmp(run->buffers[k].name, name) == 0) op_buffer_upload(&run->buffers[k]);
+        if (strcmp(run->buffers[k].name, name) == 0) return &run->buffers[k];
+    die("%s: no tensor %s", run->test->name, name);
+}
+
+/* What the device holds before OP_RUN, as raw bytes; to change some of them, write here and call op_upload. */
+static inline void* op_start_bytes(OpRun* run, const char* name)
+{
+    return op_buffer(run, name)->h_start + OP_GUARD_BYTES;
+}
+
+static inline void op_upload(OpRun* run, const char* name) { op_buffer_upload(op_buffer(run, name)); }
+
+/* What the device held after OP_RUN. */
+static inline const void* op_result(OpRun* run, const char* name)
+{
+    return op_buffer(run, name)->h_result + OP_GUARD_BYTES;
 }
 
 struct OpInts { int* dev; int* h; };
@@ -390,14 +404,6 @@ template <class T> static void op_check_exact(OpRun* run, const OpTensor<T>& ten
 static inline void op_check_value(OpRun* run, const char* what, double ours, double truth, double bound)
 {
     op_verdict(run, what, fabs(ours - truth), bound);
-}
-
-/* What the device held after OP_RUN. */
-static inline const void* op_result(OpRun* run, const char* name)
-{
-    for (int k = 0; k < run->num_buffers; k++)
-        if (strcmp(run->buffers[k].name, name) == 0) return run->buffers[k].h_result + OP_GUARD_BYTES;
-    die("%s: no tensor %s", run->test->name, name);
 }
 
 /* The value a tensor had before the op. */
