@@ -104,7 +104,7 @@ static void loss_accumulate_cpu(double* sums, const float* losses, const int* ta
 
 #else
 
-static constexpr int CLASSIFIER_MAX_BLOCK = 1024;    // few long rows at a time, so that a row is still in L2 for pass two
+static constexpr int CLASSIFIER_MAX_BLOCK = 1024;    // few long rows at a time: each is still in L2 for pass two
 
 /* W columns of a row; those from V on read as -inf. */
 template <int W> DEV void classifier_load(float (&x)[W], const floatX* z, int v, int V)

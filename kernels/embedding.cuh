@@ -5,8 +5,8 @@
  * writes  forward out =; backward dwte +=, dwpe +=
  * needs   any B, T, C >= 1; tokens within wte (the loader has checked them)
  * exact   fixed order of additions, no atomics: same bits on every run and for any number of CPU threads
- * cost    forward 2*B*T*C*s bytes and the rows looked up; backward B*T*C*s and twice the fp32 rows touched. On a GPU also
- *         about B*T reads of tokens per distinct token: 0.2 ms at B*T = 65536, and growing with its square
+ * cost    forward 2*B*T*C*s bytes; backward B*T*C*s and twice the fp32 rows touched. On a GPU also about B*T reads of
+ *         tokens per distinct token, which grows with the square of B*T
  * source  llm.c sorts tokens into buckets on the host; here the first place of a token does the work for all of them */
 #pragma once
 #include "vec.cuh"
@@ -14,7 +14,8 @@
 #ifdef DEVICE_CPU
 #include <omp.h>
 
-static void embedding_forward_cpu(float* out, const int* tokens, const float* wte, const float* wpe, int B, int T, int C)
+static void embedding_forward_cpu(float* out, const int* tokens, const float* wte, const float* wpe, int B, int T,
+                                  int C)
 {
     #pragma omp parallel for
     for (int n = 0; n < B * T; n++) {
@@ -185,8 +186,8 @@ static void embedding_backward(float* dwte, float* dwpe, const floatX* dout, con
 
 #ifdef OP_TESTS
 
-template <class R> static void embedding_forward_ref(R* out, const int* tokens, const R* wte, const R* wpe, int B, int T,
-                                                     int C)
+template <class R> static void embedding_forward_ref(R* out, const int* tokens, const R* wte, const R* wpe, int B,
+                                                     int T, int C)
 {
     for (int b = 0; b < B; b++)
         for (int t = 0; t < T; t++)
