@@ -3,7 +3,7 @@
 
 Lengths     lines 120 columns (rows of a macro table may be wider), functions 80 lines, files 800 lines. A function
             that is clearer long says so in the comment above it: "long: why".
-Layers      kernels include kernels; zero includes kernels and zero; data includes data; data/error.h is for all.
+Layers      kernels include kernels; zero includes kernels, zero and data; data includes data. data/error.h is for all.
 Calls       what CUDA, MPI, NCCL and cuBLASLt return is checked; so is what malloc, fread and fwrite return.
 Kernels     launches through LAUNCH, PTX only in prim.cuh, every __global__ static (one copy per precision).
 Scripts     parse, and pass shellcheck where it is installed.
@@ -23,7 +23,7 @@ UNCHECKED = re.compile(r"^\s*(\(void\)\s*)?((cuda|cublasLt|nccl|MPI_)[A-Z]\w*|fr
 NO_RESULT = {"cudaGetLastError", "ncclGetErrorString", "MPI_Abort", "MPI_CHECK"}
 # Absolute paths of one machine, and notes to self: neither means anything to the next reader.
 FORBIDDEN = re.compile(r"(?<![\w.$}])/(?:home|work|root)/\w|\b(?:TODO|FIXME|XXX|HACK)\b")
-LAYERS = {"kernels": {"kernels"}, "zero": {"kernels", "zero"}, "data": {"data"}}
+LAYERS = {"kernels": {"kernels"}, "zero": {"kernels", "zero", "data"}, "data": {"data"}}
 
 problems = []
 
