@@ -152,8 +152,10 @@ static inline bool loader_read_window(Loader* l, size_t window_idx, int* inputs,
     size_t num_targets = file->num_toks - 1 - first < T ? file->num_toks - 1 - first : T;
     int fd = loader_file(l, low);
     if (fd < 0 || !token_file_read(file, fd, first, num_targets + 1, l->config.V, l->row, l->error)) return false;
-    memcpy(inputs, l->row, num_targets * sizeof(int));
-    memcpy(targets, l->row + 1, num_targets * sizeof(int));
+    for (size_t t = 0; t < num_targets; t++) {
+        inputs[t] = l->row[t];
+        targets[t] = l->row[t + 1];
+    }
     loader_empty_row(inputs, targets, num_targets, T);
     return true;
 }

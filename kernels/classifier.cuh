@@ -104,7 +104,7 @@ static void loss_accumulate_cpu(double* sums, const float* losses, const int* ta
 
 #else
 
-static constexpr int CLASSIFIER_MAX_BLOCK = 1024;    // few long rows at a time, so that a row is still in L2 for pass two
+static constexpr int CLASSIFIER_MAX_BLOCK = 1024;    // few long rows at a time: each is still in L2 for pass two
 
 /* W columns of a row; those from V on read as -inf. */
 template <int W> DEV void classifier_load(float (&x)[W], const floatX* z, int v, int V)
@@ -257,7 +257,7 @@ static void classifier_forward_test(OpRun* run)
            classifier(logits.dev, losses.dev, targets.dev, rows, V, VP, 1.0f, false, 0));
     classifier_forward_ref(losses.f64, logits.f64, targets.h, rows, V, VP);
     classifier_forward_ref(losses.f32, logits.f32, targets.h, rows, V, VP);
-    op_check_steps(run, losses, 1.0);
+    op_check_step(run, losses, 1.0);
 }
 
 static void classifier_test(OpRun* run)
@@ -274,7 +274,7 @@ static void classifier_test(OpRun* run)
     classifier_forward_ref(losses.f32, logits.f32, targets.h, rows, V, VP);
     classifier_backward_ref(logits.f64, logits.f64, targets.h, rows, V, VP, (double)dloss);
     classifier_backward_ref(logits.f32, logits.f32, targets.h, rows, V, VP, dloss);
-    op_check_steps(run, losses, 1.0);
+    op_check_step(run, losses, 1.0);
     op_check(run, logits);
 }
 

@@ -87,8 +87,8 @@ gelu_kernel(floatX* out, const floatX* dout, const floatX* inp, size_t n)
     }
 }
 
-template <bool BACKWARD, Gelu KIND> static void gelu_launch(floatX* out, const floatX* dout, const floatX* inp, size_t n,
-                                                            cudaStream_t stream)
+template <bool BACKWARD, Gelu KIND> static void gelu_launch(floatX* out, const floatX* dout, const floatX* inp,
+                                                            size_t n, cudaStream_t stream)
 {
     const bool aligned = is_vec(out, VEC) && is_vec(dout, VEC) && is_vec(inp, VEC);
     const unsigned grid = (unsigned)ceil_div(n, (size_t)GELU_BLOCK * (aligned ? VEC : 1));
@@ -126,7 +126,7 @@ template <class R> static void gelu_forward_ref(R* out, const R* inp, size_t n, 
 {
     for (size_t i = 0; i < n; i++) {
         const R x = inp[i], u = R(0.79788456080286536) * (x + R(0.044715) * x * x * x);
-        out[i] = kind == Gelu::TANH ? R(0.5) * x * (1 + std::tanh(u)) : R(0.5) * x * (1 + std::erf(x / std::sqrt(R(2))));
+        out[i] = R(0.5) * x * (1 + (kind == Gelu::TANH ? std::tanh(u) : std::erf(x / std::sqrt(R(2)))));
     }
 }
 

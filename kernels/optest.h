@@ -193,7 +193,7 @@ template <class T> static T* op_scratch(OpRun* run, size_t n)
     return (T*)run->buffers[idx].dev;
 }
 
-/* Bytes as given, for integers and structs; a run function that changes *h afterwards calls op_bytes_upload. */
+/* Bytes as given, for doubles and structs. */
 static inline void* op_bytes(OpRun* run, const char* name, OpKind kind, const void* h_bytes, size_t size_bytes)
 {
     int idx = op_buffer_add(run, name, kind, size_bytes);
@@ -207,6 +207,27 @@ static inline double* op_host(OpRun* run, size_t n)
 {
     ENSURE(run->num_host < OP_MAX_HOST, "%s: more than %d host arrays", run->test->name, OP_MAX_HOST);
     return run->host[run->num_host++] = (double*)op_alloc(n * sizeof(double));
+}
+
+static inline OpBuffer* op_buffer(OpRun* run, const char* name)
+{
+    for (int k = 0; k < run->num_buffers; k++)
+        if (strcmp(run->buffers[k].name, name) == 0) return &run->buffers[k];
+    die("%s: no tensor %s", run->test->name, name);
+}
+
+/* What the device holds before OP_RUN, as raw bytes; to change some of them, write here and call op_upload. */
+static inline void* op_start_bytes(OpRun* run, const char* name)
+{
+    return op_buffer(run, name)->h_start + OP_GUARD_BYTES;
+}
+
+static inline void op_upload(OpRun* run, const char* name) { op_buffer_upload(op_buffer(run, name)); }
+
+/* What the device held after OP_RUN. */
+static inline const void* op_result(OpRun* run, const char* name)
+{
+    return op_buffer(run, name)->h_result + OP_GUARD_BYTES;
 }
 
 struct OpInts { int* dev; int* h; };
@@ -323,13 +344,13 @@ static inline void op_verdict(OpRun* run, const char* tensor, double err, double
     if (!ok) run->num_failed++;
 }
 
-/* A plain_weight of 0 leaves the plain code out of the bound. */
+/* scale: a rounding step is one of max(scale, largest value). */
 template <class T> static void op_check_by(OpRun* run, const OpTensor<T>& tensor, bool relative, double plain_weight,
-                                           double num_steps)
+                                           double scale)
 {
     const OpBuffer* b = &run->buffers[tensor.buffer_idx];
     const T* ours = (const T*)(b->h_result + OP_GUARD_BYTES);
-    double err_ours = 0, err_plain = 0, largest = 0;
+    double err_ours = 0, err_plain = 0, largest = scale;
     for (size_t i = 0; i < tensor.n; i++) {
         double truth = tensor.f64[i];
         double unit = relative ? fabs(truth) + 1e-300 : 1.0;
@@ -340,24 +361,30 @@ template <class T> static void op_check_by(OpRun* run, const OpTensor<T>& tensor
         if (fabs(truth) > largest) largest = fabs(truth);
     }
     double step = op_step((const T*)nullptr) * (relative ? 1.0 : largest);
-    op_verdict(run, b->name, err_ours, plain_weight * err_plain + num_steps * step);
+    op_verdict(run, b->name, err_ours, plain_weight * err_plain + step);
 }
 
 template <class T> static void op_check(OpRun* run, const OpTensor<T>& tensor)
 {
-    op_check_by(run, tensor, false, 2.0, 1.0);
+    op_check_by(run, tensor, false, 2.0, 0.0);
+}
+
+/* For sums and differences that may come out smaller than their terms: the rounding step is one of the terms. */
+template <class T> static void op_check_terms(OpRun* run, const OpTensor<T>& tensor, double largest_term)
+{
+    op_check_by(run, tensor, false, 2.0, largest_term);
 }
 
 /* Element by element, for positive numbers of very different sizes. */
 template <class T> static void op_check_relative(OpRun* run, const OpTensor<T>& tensor)
 {
-    op_check_by(run, tensor, true, 2.0, 1.0);
+    op_check_by(run, tensor, true, 2.0, 0.0);
 }
 
-/* Stricter where plain code is poor: so many rounding steps of the largest value, whatever the plain code does. */
-template <class T> static void op_check_steps(OpRun* run, const OpTensor<T>& tensor, double num_steps)
+/* Stricter, where plain code is poor: one rounding step of max(scale, largest value), whatever the plain code does. */
+template <class T> static void op_check_step(OpRun* run, const OpTensor<T>& tensor, double scale)
 {
-    op_check_by(run, tensor, false, 0.0, num_steps);
+    op_check_by(run, tensor, false, 0.0, scale);
 }
 
 /* The double reference rounded once to T, and nothing else. */
@@ -377,14 +404,6 @@ template <class T> static void op_check_exact(OpRun* run, const OpTensor<T>& ten
 static inline void op_check_value(OpRun* run, const char* what, double ours, double truth, double bound)
 {
     op_verdict(run, what, fabs(ours - truth), bound);
-}
-
-/* What the device held after OP_RUN. */
-static inline const void* op_result(OpRun* run, const char* name)
-{
-    for (int k = 0; k < run->num_buffers; k++)
-        if (strcmp(run->buffers[k].name, name) == 0) return run->buffers[k].h_result + OP_GUARD_BYTES;
-    die("%s: no tensor %s", run->test->name, name);
 }
 
 /* The value a tensor had before the op. */
@@ -414,6 +433,13 @@ template <class T> static double op_start(OpRun* run, const OpTensor<T>& tensor,
     } \
     op_verdict(run, "slope of " #input, worst_, 1e-5 * scale_ + 1e-9); \
 } while (0)
+
+static inline double op_largest(const double* a, size_t n)
+{
+    double largest = 0;
+    for (size_t i = 0; i < n; i++) largest = fmax(largest, fabs(a[i]));
+    return largest;
+}
 
 static inline double op_dot(const double* a, const double* b, size_t n)
 {

@@ -1,7 +1,7 @@
 /* vec.cuh: neighbouring elements of a row, read and written together as floats. In the CPU build simd.h does this.
  *   load_vec store_vec   W elements of T: one 16-byte access where they fill it, an 8-byte one for four 16-bit
  *                        elements, element by element for W = 1
- *   VEC                  floatX elements in 16 bytes: kernels are compiled for W = VEC and W = 1, and the launcher picks
+ *   VEC                  floatX elements in 16 bytes; kernels are compiled for W = VEC and W = 1, the launcher picks
  *   round_x              the float that floatX keeps of one
  *   is_vec               every row starts on 16 bytes and is whole vectors, so W = VEC may be launched
  *   block_sum block_max  over a block of up to 1024 threads (whole warps), same bits in each thread */

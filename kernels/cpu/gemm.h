@@ -55,10 +55,10 @@ static void gemm_free()
     gemm_space = {};
 }
 
-/* c (MR x NV vectors) = init + a (k-major panel of MR) * b (k-major panel of NV vectors) */
-template<int NV>
-__attribute__((noinline)) static void gemm_tile(float* __restrict__ c, size_t ldc, const float* init, size_t ld_init,
-                      const float* __restrict__ a, const float* __restrict__ b, int K)
+/* c (MR rows, NV vectors) = init + a * b. b is k-major, ldb apart. a is a packed panel, a[k][MR], or MR rows that are lda apart. */
+template<int NV, bool A_IN_ROWS>
+__attribute__((noinline)) static void gemm_tile(float* c, size_t ldc, const float* init, size_t ld_init, const float* a, size_t lda,
+                                                const float* b, size_t ldb, int K)
 {
     vf acc[GEMM_MR][NV];
 #pragma GCC unroll 8
@@ -66,13 +66,13 @@ __attribute__((noinline)) static void gemm_tile(float* __restrict__ c, size_t ld
 #pragma GCC unroll 3
         for (int j = 0; j < NV; j++) acc[i][j] = vf_load(init + i * ld_init + j * VF);
 #pragma GCC unroll 4
-    for (int k = 0; k < K; k++, a += GEMM_MR, b += NV * VF) {
+    for (int k = 0; k < K; k++, a += A_IN_ROWS ? 1 : GEMM_MR, b += ldb) {
         vf bk[NV];
 #pragma GCC unroll 3
         for (int j = 0; j < NV; j++) bk[j] = vf_load(b + j * VF);
 #pragma GCC unroll 8
         for (int i = 0; i < GEMM_MR; i++) {
-            vf aik = vf_set(a[i]);
+            vf aik = vf_set(a[A_IN_ROWS ? i * lda : i]);
 #pragma GCC unroll 3
             for (int j = 0; j < NV; j++) acc[i][j] = vf_fma(aik, bk[j], acc[i][j]);
         }
@@ -83,13 +83,14 @@ __attribute__((noinline)) static void gemm_tile(float* __restrict__ c, size_t ld
         for (int j = 0; j < NV; j++) vf_store(c + i * ldc + j * VF, acc[i][j]);
 }
 
-static void gemm_tile_any(int num_vectors, float* c, size_t ldc, const float* init, size_t ld_init,
-                          const float* a, const float* b, int K)
+/* The same for packed panels and a number of vectors that is known at run time. */
+static void gemm_tile_packed(int num_vectors, float* c, size_t ldc, const float* init, size_t ld_init,
+                             const float* a, const float* b, int K)
 {
     switch (num_vectors) {
-    case 1: gemm_tile<1>(c, ldc, init, ld_init, a, b, K); break;
-    case 2: gemm_tile<2>(c, ldc, init, ld_init, a, b, K); break;
-    default: gemm_tile<3>(c, ldc, init, ld_init, a, b, K); break;
+    case 1: gemm_tile<1, false>(c, ldc, init, ld_init, a, 0, b, VF, K); break;
+    case 2: gemm_tile<2, false>(c, ldc, init, ld_init, a, 0, b, 2 * VF, K); break;
+    default: gemm_tile<3, false>(c, ldc, init, ld_init, a, 0, b, 3 * VF, K); break;
     }
 }
 
@@ -99,12 +100,11 @@ static void gemm_tile_edge(int num_vectors, float* c, size_t ldc, const float* i
 {
     float tile[GEMM_MR * GEMM_NR] = {};
     for (int i = 0; i < rows; i++) memcpy(tile + i * GEMM_NR, init + i * ld_init, cols * sizeof(float));
-    gemm_tile_any(num_vectors, tile, GEMM_NR, tile, GEMM_NR, a, b, K);
+    gemm_tile_packed(num_vectors, tile, GEMM_NR, tile, GEMM_NR, a, b, K);
     for (int i = 0; i < rows; i++) memcpy(c + i * ldc, tile + i * GEMM_NR, cols * sizeof(float));
 }
 
-/* dst (4 rows k, ld_dst apart) = transpose of src (4 columns, ld_src apart) */
-SIMD void gemm_transpose4(float* dst, size_t ld_dst, const float* src, size_t ld_src)
+SIMD void gemm_transpose4x4(float* dst, size_t ld_dst, const float* src, size_t ld_src)
 {
     vf4 a, b, c, d;
     memcpy(&a, src, sizeof a);
@@ -123,22 +123,30 @@ SIMD void gemm_transpose4(float* dst, size_t ld_dst, const float* src, size_t ld
     memcpy(dst + 3 * ld_dst, &d, sizeof d);
 }
 
-/* dst[k][0..width) for k < K from a source that holds the panel k by k (k_major) or column by column. Columns past `cols` become 0. */
+/* dst (rows, cols) = transpose of src (cols, rows) */
+static void gemm_transpose(float* dst, size_t ld_dst, const float* src, size_t ld_src, int rows, int cols)
+{
+    for (int col = 0; col < cols; col += 4) {
+        int row = 0;
+        if (col + 4 <= cols)
+            for (; row + 4 <= rows; row += 4)
+                gemm_transpose4x4(dst + row * ld_dst + col, ld_dst, src + col * ld_src + row, ld_src);
+        for (; row < rows; row++)
+            for (int i = col; i < col + 4 && i < cols; i++) dst[row * ld_dst + i] = src[i * ld_src + row];
+    }
+}
+
+/* A panel dst[k][width] for k < K, from a source that holds it k by k (k_major) or column by column. Columns past `cols` become 0. */
 static void gemm_pack(float* dst, int width, const float* src, size_t ld, bool k_major, int K, int cols)
 {
-    if (k_major && cols == width) {
-        for (int k = 0; k < K; k++, dst += width, src += ld)
-            for (int j = 0; j < width; j += 4) memcpy(dst + j, src + j, sizeof(vf4));
-        return;
-    }
-    size_t step_k = k_major ? ld : 1, step_col = k_major ? 1 : ld;
-    for (int j = 0; j < width; j += 4) {
-        int k = 0;
-        if (!k_major && j + 4 <= cols)
-            for (; k + 4 <= K; k += 4) gemm_transpose4(dst + k * width + j, width, src + j * ld + k, ld);
-        for (; k < K; k++)
-            for (int i = j; i < j + 4; i++) dst[k * width + i] = i < cols ? src[i * step_col + k * step_k] : 0.0f;
-    }
+    if (!k_major) gemm_transpose(dst, width, src, ld, K, cols);
+    else if (cols == width && width % 4 == 0)
+        for (int k = 0; k < K; k++)
+            for (int j = 0; j < width; j += 4) memcpy(dst + k * width + j, src + k * ld + j, sizeof(vf4));
+    else
+        for (int k = 0; k < K; k++) memcpy(dst + k * width, src + k * ld, cols * sizeof(float));
+    if (cols < width)
+        for (int k = 0; k < K; k++) memset(dst + k * width + cols, 0, (width - cols) * sizeof(float));
 }
 
 /* Walks the cache lines of a matrix block, a few at a time. */
@@ -176,7 +184,7 @@ static void gemm_panel(float* c, size_t ldc, const float* init, size_t ld_init, 
     for (int m = 0; m < rows; m += GEMM_MR, a += GEMM_MR * K, c += GEMM_MR * ldc, init += GEMM_MR * ld_init) {
         gemm_prefetch(&next, lines_per_tile);
         if (m + GEMM_MR <= rows && cols == num_vectors * VF)
-            gemm_tile_any(num_vectors, c, ldc, init, ld_init, a, b, K);
+            gemm_tile_packed(num_vectors, c, ldc, init, ld_init, a, b, K);
         else
             gemm_tile_edge(num_vectors, c, ldc, init, ld_init, a, b, K, rows - m < GEMM_MR ? rows - m : GEMM_MR, cols);
     }
