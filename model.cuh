@@ -409,7 +409,7 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     int N = B * T, embed = unit_embed(c), head = unit_head(c);
     model_forward(m, B, T);
     head_loss(m, N, dloss, true);
-    loss_accumulate(z->step_sums + STEP_NUM_TOKENS, m->losses, m->targets, N, stream);
+    loss_accumulate(z->step_sums + NUM_TOKS, m->losses, m->targets, N, stream);
     CUDA_CHECK(cudaMemsetAsync(m->dresidual, 0, (size_t)N * c->C * sizeof(floatX), stream));
     layernorm_backward(m->dresidual, model_grad(m, head, LN_F_WEIGHT), model_grad(m, head, LN_F_BIAS), m->scratch, m->dnorm, m->residual_f,
                        model_param(m, head, LN_F_WEIGHT), m->ln_f_mean, m->ln_f_rstd, N, c->C, stream);
