@@ -441,6 +441,9 @@ static void schedule_test(OpRun* run)
     schedule_check(run, "wsd-sqrt, all tail", config, 10, 1.0);
     config.decay_share = 0.0;
     schedule_check(run, "wsd-sqrt, no tail", config, 109, 1.0);
+    config.warmup_steps = 220;
+    schedule_check(run, "warm-up beyond the end, last step", config, 109, 0.5);
+    schedule_check(run, "warm-up beyond the end, past it", config, 110, 0.1);
 }
 
 /* N = 1, warm-ups as long as the run and longer, a run of no steps, lr 0: always finite, and the first step never 0. */
