@@ -334,7 +334,7 @@ template<int HSP> DEV void attention_add(float (&sum)[AttentionShape<HSP>::R][At
 }
 
 /* grid (query blocks, NH, B), the longest first */
-template<int HSP> __global__ void __launch_bounds__(ATTENTION_WARPS * 32)
+template<int HSP> __global__ void __launch_bounds__(ATTENTION_WARPS * 32, 3)
 attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, int T, int NH, int NKV, int HS, float scale)
 {
     typedef AttentionShape<HSP> S;
@@ -398,7 +398,7 @@ __global__ void attention_delta_kernel(float* delta, const floatX* dout, const f
 }
 
 /* grid (query blocks, NH, B). Rows are queries, lanes keys. */
-template<int HSP> __global__ void __launch_bounds__(ATTENTION_WARPS * 32)
+template<int HSP> __global__ void __launch_bounds__(ATTENTION_WARPS * 32, 3)
 attention_backward_q_kernel(floatX* dqkv, const floatX* dout, const float* lse, const float* delta, const floatX* qkv,
                             int T, int NH, int NKV, int HS, float scale)
 {
@@ -442,7 +442,7 @@ attention_backward_q_kernel(floatX* dqkv, const floatX* dout, const float* lse, 
 }
 
 /* grid (key blocks, NKV, B). Rows are keys, lanes queries, of one query head of the group after another. */
-template<int HSP> __global__ void __launch_bounds__(ATTENTION_WARPS * 32)
+template<int HSP> __global__ void __launch_bounds__(ATTENTION_WARPS * 32, 2)
 attention_backward_kv_kernel(floatX* dqkv, const floatX* dout, const float* lse, const float* delta, const floatX* qkv,
                              int T, int NH, int NKV, int HS, float scale)
 {
