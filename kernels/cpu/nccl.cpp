@@ -507,6 +507,10 @@ static ncclResult_t transfer(bool is_send, void* p, size_t count, ncclDataType_t
     return ncclSuccess;
 }
 
+#if defined(DEVICE_EMU) && !defined(NO_MPI)
+#include "host_mpi.h"
+#endif
+
 #ifndef NO_MPI
 static void abort_all_ranks(int exit_code) { MPI_Abort(MPI_COMM_WORLD, exit_code); }
 
