@@ -7,14 +7,12 @@ import json
 import os
 import pathlib
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FULL = os.environ.get("TRAIN_GPT_FULL") == "1"
-sys.path.insert(0, str(ROOT / "dev"))
 
 
 # ---- the program ------------------------------------------------------------------------------------------------
