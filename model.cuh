@@ -318,7 +318,7 @@ static void block_forward(Model* m, int layer, int B, int T)
     }
     matmul_forward(m->qkv + row * 3 * C, m->ln_1 + row * C, model_param(m, unit, QKV_WEIGHT), model_param(m, unit, QKV_BIAS),
                    N, C, 3 * C, Layout::IN_OUT, stream);
-    attention_forward(m->att + row * C, m->att_lse + row * c->NH, m->qkv + row * 3 * C, B, T, c->NH, c->NKV, c->HS,
+    attention_forward(m->att + row * C, m->att_lse + row * c->NH, m->scratch, m->qkv + row * 3 * C, B, T, c->NH, c->NKV, c->HS,
                       1.0f / sqrtf((float)c->HS), stream);
     matmul_forward(m->branch, m->att + row * C, model_param(m, unit, PROJ_WEIGHT), model_param(m, unit, PROJ_BIAS),
                    N, C, C, Layout::IN_OUT, stream);

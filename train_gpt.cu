@@ -49,6 +49,7 @@ typedef struct Run {
     cudaEvent_t batch_copied[2];
     cudaEvent_t step_begun[STEPS_IN_FLIGHT], step_ended[STEPS_IN_FLIGHT];   // on the compute stream, timed
     double mean_step_s;
+    bool on_terminal, bar_drawn;
 } Run;
 
 #define SAY(...) do { if (run->comm.rank == 0) { printf(__VA_ARGS__); fflush(stdout); } } while (0)
@@ -280,7 +281,9 @@ static void print_step(Run* run, const StepState* s, size_t step, double took_s)
     long left_s = (long)(run->mean_step_s * (double)(run->num_steps - step) + 0.5);
     if (left_s >= 3600) snprintf(eta, sizeof eta, "%ldh%02ldm", left_s / 3600, left_s / 60 % 60);
     else snprintf(eta, sizeof eta, "%ldm%02lds", left_s / 60, left_s % 60);
-    printf("%sstep %zu/%zu | loss %s | norm %.6f | lr %.2e | %.0f ms | ", isatty(1) ? "\r\033[K" : "", step, run->num_steps, loss, s->grad_norm, s->lr, took_s * 1e3);
+    if (run->bar_drawn) printf("\r\033[K");
+    run->bar_drawn = false;
+    printf("step %zu/%zu | loss %s | norm %.6f | lr %.2e | %.0f ms | ", step, run->num_steps, loss, s->grad_norm, s->lr, took_s * 1e3);
     if (toks_per_s >= 1e6) printf("%.2fM tok/s", toks_per_s * 1e-6);
     else if (toks_per_s >= 1e4) printf("%.1fk tok/s", toks_per_s * 1e-3);
     else printf("%.0f tok/s", toks_per_s);
@@ -290,10 +293,21 @@ static void print_step(Run* run, const StepState* s, size_t step, double took_s)
     fflush(stdout);
 }
 
-/* A bar for steps that take long, on a terminal only. */
-static void print_bar(const Run* run, int micro)
+/* Is somebody watching? mpirun gives its ranks a terminal whatever its own output is, so it is asked, not we. */
+static bool on_terminal(void)
 {
-    if (run->comm.rank != 0 || run->mean_step_s < 2 || !isatty(1)) return;
+    if (!isatty(1)) return false;
+    if (die_num_ranks == 1 && getenv("OMPI_COMM_WORLD_RANK") == nullptr) return true;
+    char link[64], target[256] = {};
+    snprintf(link, sizeof link, "/proc/%d/fd/1", (int)getppid());
+    return readlink(link, target, sizeof target - 1) > 0 && (strncmp(target, "/dev/pts/", 9) == 0 || strncmp(target, "/dev/tty", 8) == 0);
+}
+
+/* A bar for steps that take long, on a terminal only. */
+static void print_bar(Run* run, int micro)
+{
+    if (run->comm.rank != 0 || run->mean_step_s < 2 || !run->on_terminal) return;
+    run->bar_drawn = true;
     char bar[33] = {};
     for (int i = 0; i < 32; i++) bar[i] = i * run->G < 32 * (micro + 1) ? '#' : '.';
     printf("\rstep %zu/%zu [%s] micro-step %d/%d", run->step + 1, run->num_steps, bar, micro + 1, run->G);
@@ -420,6 +434,7 @@ static void save(Run* run)
 static void train(Run* run)
 {
     const Flags* f = run->flags;
+    run->on_terminal = on_terminal();
     size_t unread = run->step + 1;   // first step whose result has not been seen
     while (run->step < run->num_steps) {
         train_step(run);
