@@ -36,7 +36,7 @@
     F(REAL,   eps,            0,  1e-8,      0, 1, "added to the root of the second moment") \
     F(REAL,   weight_decay,   0,  0.1,       0, 100, "decoupled decay of tensors with two axes") \
     F(REAL,   clip,           0,  1.0,       0, 1e30, "largest global gradient norm; 0 = off") \
-    F(ONEOF,  schedule,       0,  "cosine",  "constant|linear|cosine|wsd", 0, "learning rate after warm-up") \
+    F(ONEOF,  schedule,       0,  "cosine",  "constant|linear|cosine|wsd|wsd-sqrt", 0, "learning rate after warm-up") \
     F(INT,    warmup,         0,  -1,       -1, INT64_MAX, "warm-up steps; -1 = 2 % of the steps, at most 700") \
     F(REAL,   decay,          0,  0.2,       0, 1, "wsd: last share of the steps that falls") \
     F(REAL,   min_lr,         0,  -1,       -1, 1e3, "learning rate at the end; -1 = a tenth of the peak") \

@@ -318,7 +318,7 @@ static void block_forward(Model* m, int layer, int B, int T)
     }
     matmul_forward(m->qkv + row * 3 * C, m->ln_1 + row * C, model_param(m, unit, QKV_WEIGHT), model_param(m, unit, QKV_BIAS),
                    N, C, 3 * C, Layout::IN_OUT, stream);
-    attention_forward(m->att + row * C, m->att_lse + row * c->NH, m->qkv + row * 3 * C, B, T, c->NH, c->NKV, c->HS,
+    attention_forward(m->att + row * C, m->att_lse + row * c->NH, m->scratch, m->qkv + row * 3 * C, B, T, c->NH, c->NKV, c->HS,
                       1.0f / sqrtf((float)c->HS), stream);
     matmul_forward(m->branch, m->att + row * C, model_param(m, unit, PROJ_WEIGHT), model_param(m, unit, PROJ_BIAS),
                    N, C, C, Layout::IN_OUT, stream);
@@ -409,7 +409,7 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     int N = B * T, embed = unit_embed(c), head = unit_head(c);
     model_forward(m, B, T);
     head_loss(m, N, dloss, true);
-    loss_accumulate(z->step_sums + STEP_NUM_TOKENS, m->losses, m->targets, N, stream);
+    loss_accumulate(z->step_sums + NUM_TOKS, m->losses, m->targets, N, stream);
     CUDA_CHECK(cudaMemsetAsync(m->dresidual, 0, (size_t)N * c->C * sizeof(floatX), stream));
     layernorm_backward(m->dresidual, model_grad(m, head, LN_F_WEIGHT), model_grad(m, head, LN_F_BIAS), m->scratch, m->dnorm, m->residual_f,
                        model_param(m, head, LN_F_WEIGHT), m->ln_f_mean, m->ln_f_rstd, N, c->C, stream);

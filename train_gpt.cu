@@ -49,6 +49,7 @@ typedef struct Run {
     cudaEvent_t batch_copied[2];
     cudaEvent_t step_begun[STEPS_IN_FLIGHT], step_ended[STEPS_IN_FLIGHT];   // on the compute stream, timed
     double mean_step_s;
+    bool on_terminal, bar_drawn;
 } Run;
 
 #define SAY(...) do { if (run->comm.rank == 0) { printf(__VA_ARGS__); fflush(stdout); } } while (0)
@@ -168,18 +169,17 @@ static StepConfig step_config(const Run* run)
 {
     const Flags* f = run->flags;
     StepConfig c = {};
-    c.schedule = schedule_from_name(f->schedule);
+    c.schedule = schedule_find(f->schedule)->schedule;   // flags.h lets no other name through
     c.peak_lr = f->lr;
     c.min_lr = f->min_lr < 0 ? 0.1 * f->lr : f->min_lr;
     c.total_steps = run->num_steps;
     c.warmup_steps = f->warmup < 0 ? (run->num_steps / 50 < 700 ? run->num_steps / 50 : 700) : (size_t)f->warmup;
     c.decay_share = f->decay;
     c.max_norm = f->clip;
-    c.beta1 = (float)f->beta1;
-    c.beta2 = (float)f->beta2;
-    c.eps = (float)f->eps;
-    c.weight_decay = (float)f->weight_decay;
-    c.nominal_tokens = (double)run->global_batch * run->T;
+    c.beta1 = f->beta1;
+    c.beta2 = f->beta2;
+    c.nominal_toks = (double)run->global_batch * run->T;
+    c.min_loss_scale = 1;
     return c;
 }
 
@@ -262,38 +262,52 @@ static void print_step(Run* run, const StepState* s, size_t step, double took_s)
 {
     const Flags* f = run->flags;
     run->mean_step_s = run->mean_step_s == 0 ? took_s : 0.9 * run->mean_step_s + 0.1 * took_s;
-    double toks_per_s = s->num_tokens / took_s;
+    double toks_per_s = s->num_toks / took_s;
     double peak_share = run->device.peak_flops > 0 ? toks_per_s * model_flops_per_token(&run->model.config, run->T)
                         / (run->device.peak_flops * run->comm.num_ranks) : 0;
     log_begin(&run->log);
     log_int(&run->log, "step", (long long)step);
-    log_real(&run->log, "loss", s->num_tokens > 0 ? s->loss : NAN);
+    log_real(&run->log, "loss", s->num_toks > 0 ? s->loss : NAN);
     log_real(&run->log, "norm", s->grad_norm);
     log_real(&run->log, "lr", s->lr);
     log_real(&run->log, "step_ms", took_s * 1e3);
     log_real(&run->log, "tok_per_s", toks_per_s);
-    log_int(&run->log, "tokens", (long long)s->num_tokens);
-    log_int(&run->log, "skipped", s->skip);
+    log_int(&run->log, "tokens", (long long)s->num_toks);
+    log_int(&run->log, "skipped", s->skip == Skip::NONFINITE);
     if (run->comm.rank != 0) return;
     if (step % f->log_every != 0 && step != run->num_steps) return;
     char loss[32] = "n/a", eta[32];
-    if (s->num_tokens > 0) snprintf(loss, sizeof loss, "%.6f", s->loss);
+    if (s->num_toks > 0) snprintf(loss, sizeof loss, "%.6f", s->loss);
     long left_s = (long)(run->mean_step_s * (double)(run->num_steps - step) + 0.5);
     if (left_s >= 3600) snprintf(eta, sizeof eta, "%ldh%02ldm", left_s / 3600, left_s / 60 % 60);
     else snprintf(eta, sizeof eta, "%ldm%02lds", left_s / 60, left_s % 60);
-    printf("%sstep %zu/%zu | loss %s | norm %.6f | lr %.2e | %.0f ms | ", isatty(1) ? "\r\033[K" : "", step, run->num_steps, loss, s->grad_norm, s->lr, took_s * 1e3);
+    if (run->bar_drawn) printf("\r\033[K");
+    run->bar_drawn = false;
+    printf("step %zu/%zu | loss %s | norm %.6f | lr %.2e | %.0f ms | ", step, run->num_steps, loss, s->grad_norm, s->lr, took_s * 1e3);
     if (toks_per_s >= 1e6) printf("%.2fM tok/s", toks_per_s * 1e-6);
     else if (toks_per_s >= 1e4) printf("%.1fk tok/s", toks_per_s * 1e-3);
     else printf("%.0f tok/s", toks_per_s);
     if (peak_share > 0) printf(" | %.1f%% peak", 100 * peak_share);
-    printf(" | %.2f GiB | eta %s%s\n", plan_bytes(&run->plan, Place::DEVICE) / 1073741824.0, eta, s->skip ? " | SKIPPED: gradient not finite or no token" : "");
+    printf(" | %.2f GiB | eta %s%s\n", plan_bytes(&run->plan, Place::DEVICE) / 1073741824.0, eta, 
+           s->skip == Skip::NONFINITE ? " | SKIPPED: a gradient is Inf or NaN" : s->skip == Skip::NO_TOKS ? " | no token counted: nothing changed" : "");
     fflush(stdout);
 }
 
-/* A bar for steps that take long, on a terminal only. */
-static void print_bar(const Run* run, int micro)
+/* Is somebody watching? mpirun gives its ranks a terminal whatever its own output is, so it is asked, not we. */
+static bool on_terminal(void)
 {
-    if (run->comm.rank != 0 || run->mean_step_s < 2 || !isatty(1)) return;
+    if (!isatty(1)) return false;
+    if (die_num_ranks == 1 && getenv("OMPI_COMM_WORLD_RANK") == nullptr) return true;
+    char link[64], target[256] = {};
+    snprintf(link, sizeof link, "/proc/%d/fd/1", (int)getppid());
+    return readlink(link, target, sizeof target - 1) > 0 && (strncmp(target, "/dev/pts/", 9) == 0 || strncmp(target, "/dev/tty", 8) == 0);
+}
+
+/* A bar for steps that take long, on a terminal only. */
+static void print_bar(Run* run, int micro)
+{
+    if (run->comm.rank != 0 || run->mean_step_s < 2 || !run->on_terminal) return;
+    run->bar_drawn = true;
     char bar[33] = {};
     for (int i = 0; i < 32; i++) bar[i] = i * run->G < 32 * (micro + 1) ? '#' : '.';
     printf("\rstep %zu/%zu [%s] micro-step %d/%d", run->step + 1, run->num_steps, bar, micro + 1, run->G);
@@ -319,13 +333,15 @@ static void train_step(Run* run)
     int slot = (int)(run->step % STEPS_IN_FLIGHT);
     CUDA_CHECK(cudaEventRecord(run->step_begun[slot], run->zero.compute));
     zero_step_begin(&run->zero);
-    float dloss = (float)(1.0 / run->config.nominal_tokens);
+    float dloss = (float)(1.0 / run->config.nominal_toks);
     for (int micro = 0; micro < run->G; micro++) {
         load_batch(run, run->train, (size_t)micro);
         model_train_micro(&run->model, run->B, run->T, dloss, micro, run->G);
         print_bar(run, micro);
     }
-    zero_step_end(&run->zero, run->config, slot);
+    const Flags* f = run->flags;
+    AdamwConfig adamw = {(float)f->beta1, (float)f->beta2, (float)f->eps, (float)f->weight_decay};
+    zero_step_end(&run->zero, run->config, adamw, slot);
     CUDA_CHECK(cudaEventRecord(run->step_ended[slot], run->zero.compute));
 }
 
@@ -418,6 +434,7 @@ static void save(Run* run)
 static void train(Run* run)
 {
     const Flags* f = run->flags;
+    run->on_terminal = on_terminal();
     size_t unread = run->step + 1;   // first step whose result has not been seen
     while (run->step < run->num_steps) {
         train_step(run);
@@ -458,7 +475,7 @@ static void weights_init(Run* run)
 static void resume(Run* run, const char* folder)
 {
     RunState state = checkpoint_load_state(&run->zero, folder);
-    StepState device_state = {};
+    StepState device_state = step_state_init(run->config, 1.0);
     device_state.num_applied = state.num_applied;
     device_state.num_skipped = state.num_skipped;
     CUDA_CHECK(cudaMemcpy(run->zero.state, &device_state, sizeof device_state, cudaMemcpyHostToDevice));
@@ -578,6 +595,8 @@ static void run_allocate(Run* run, const char* model_name, const char* resume_pa
     if (resume_path[0]) weights_load(&run->zero, resume_path, c->tied);
     else if (c->hf_text != nullptr && !run->flags->from_scratch) weights_load(&run->zero, model_name, c->tied);
     else weights_init(run);
+    StepState state = step_state_init(run->config, 1.0);
+    CUDA_CHECK(cudaMemcpy(run->zero.state, &state, sizeof state, cudaMemcpyHostToDevice));
 }
 
 static void run_free(Run* run)

@@ -32,8 +32,8 @@ import zipfile
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>")   # in other vocabularies; the first found leads documents
-CHUNK_CHARS = 1 << 16                                          # text is tokenized in pieces of about this size
-BATCH_CHUNKS = 64
+CHUNK_CHARS = 1 << 14                                          # text is tokenized in pieces of about this size
+BATCH_CHUNKS = 256
 HEADER_INT32S = 256                                            # see data/tokens.h
 
 URLS = {

@@ -558,7 +558,7 @@ static inline bool tokenizer_next_match(const Tokenizer* k, const pcre2_code* co
 static inline void tokenizer_split(const Tokenizer* k, int step_idx, const char* text, size_t length, TokenIds* out)
 {
     if (length == 0) return;
-    if (step_idx == k->num_steps) {
+    if (step_idx >= k->num_steps || step_idx >= TOKENIZER_MAX_STEPS) {
         tokenizer_word(k, text, length, out);
         return;
     }

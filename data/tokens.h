@@ -13,7 +13,7 @@
  *     12    [3]  number of tokens, high 32 bits (llm.c leaves 0 here, and in all that follows)
  *     16    [4]  vocabulary size of the tokenizer, 0 if not known
  *     20 [5][6]  bytes of text the shard was made from, low and high 32 bits, 0 if not known
- *     28 [7][8]  words of that text (runs of anything but white space), low and high 32 bits, 0 if not known
+ *     28 [7][8]  words of that text (runs without ASCII white space), low and high 32 bits, 0 if not known
  *     36         zeros to byte 1024
  *   1024         tokens, 2 or 4 bytes each, little-endian; the file ends with the last one
  * nanoGPT's .bin is the same without a header, uint16 only: read when `raw` is true. */

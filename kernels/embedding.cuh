@@ -221,14 +221,17 @@ static void embedding_forward_test(OpRun* run)
     op_check_exact(run, out);
 }
 
-/* Sums of grid values are exact, so a token counted twice or left out shows whatever its size. Every second token is
- * drawn from the first few, for some long and some short lists of places. */
+/* Sums of grid values are exact, so a row added twice or left out shows. With a period (the fifth size) a token's places
+ * are exactly that far apart, else every second token is one of a few: some lists of places are long and some short. */
 static void embedding_backward_test(OpRun* run)
 {
-    const int B = run->dims[0], T = run->dims[1], C = run->dims[2], V = run->dims[3];
+    const int B = run->dims[0], T = run->dims[1], C = run->dims[2], V = run->dims[3], period = run->dims[4];
     const size_t N = (size_t)B * T, num_rows = N < (size_t)V ? N : (size_t)V;
     OpInts tokens = op_ints(run, "tokens", N, 0, V);
-    for (size_t n = 0; n < N; n += 2) tokens.h[n] %= V < 8 ? V : 8;
+    for (size_t n = 0; n < N; n++) {
+        if (period > 0) tokens.h[n] = (int)(n % period);
+        else if (n % 2 == 0) tokens.h[n] %= V < 8 ? V : 8;
+    }
     op_upload(run, "tokens");
     OpTensor<floatX> dout = op_grid<floatX>(run, "dout", OpKind::INPUT, N * C);
     OpTensor<float> dwte = op_grid<float>(run, "dwte", OpKind::INOUT, (size_t)V * C);
@@ -264,6 +267,8 @@ static const OpTest embedding_tests[] = {
     {"embedding_backward", embedding_backward_test, {2, 100, 40, 50}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {4, 300, 8, 900}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {1, 9, 2100, 6}, OpWhen::ALWAYS},
+    {"embedding_backward", embedding_backward_test, {5, 220, 4, 1100, 1024}, OpWhen::ALWAYS},
+    {"embedding_backward", embedding_backward_test, {5, 220, 4, 1100, 1025}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {4, 1024, 771, 2000}, OpWhen::LARGE},
     {"embedding_forward", embedding_forward_test, {16, 1024, 768, 50257}, OpWhen::BENCH},
     {"embedding_backward", embedding_backward_test, {16, 1024, 768, 50257}, OpWhen::BENCH},

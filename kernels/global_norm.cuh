@@ -218,6 +218,7 @@ static const OpTest global_norm_tests[] = {
     {"global_norm", global_norm_test, {1}, OpWhen::ALWAYS},
     {"global_norm", global_norm_test, {4097}, OpWhen::ALWAYS},
     {"global_norm", global_norm_test, {10007, 1}, OpWhen::ALWAYS},
+    {"global_norm", global_norm_test, {1100003}, OpWhen::ALWAYS},
     {"global_norm", global_norm_test, {9000001, 1}, OpWhen::LARGE},
     {"state_hash", state_hash_test, {1}, OpWhen::ALWAYS},
     {"state_hash", state_hash_test, {10007}, OpWhen::ALWAYS},

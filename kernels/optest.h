@@ -48,7 +48,7 @@ struct OpBuffer {
 
 #define OP_MAX_BUFFERS 24
 #define OP_MAX_HOST 16
-#define OP_GUARD_BYTES 256
+#define OP_GUARD_BYTES 256                           // around an input NaN, which spreads; else numbers, which change
 
 struct OpRun {
     const OpTest* test;
@@ -125,7 +125,8 @@ static inline int op_buffer_add(OpRun* run, const char* name, OpKind kind, size_
     CUDA_CHECK(cudaMalloc((void**)&b->dev, whole_bytes));
     b->dev += OP_GUARD_BYTES;
     b->h_start = (char*)op_alloc(whole_bytes);
-    memset(b->h_start, 0xff, whole_bytes);           // NaN in each type, -1 in integers
+    memset(b->h_start, kind == OpKind::INPUT ? 0xff : 0xc5, whole_bytes);
+    memset(b->h_start + OP_GUARD_BYTES, 0xff, size_bytes);
     return idx;
 }
 

@@ -37,6 +37,14 @@ static const ScheduleRow schedule_rows[] = {
     {"wsd-sqrt", Schedule::WSD_SQRT, "the same, falling as 1 - sqrt(progress)"},
 };
 
+/* Null if no row has the name. */
+static const ScheduleRow* schedule_find(const char* name)
+{
+    for (const ScheduleRow& row : schedule_rows)
+        if (strcmp(row.name, name) == 0) return &row;
+    return nullptr;
+}
+
 /* Everything about a step that the command line fixes. */
 struct StepConfig {
     Schedule schedule;
@@ -88,6 +96,7 @@ enum class Skip { NONE, NONFINITE, NO_TOKS };
 /* Lives on the device; the host reads a copy one step late. Part of a checkpoint: the counters and the loss scale. */
 struct StepState {
     double loss;                                     // mean over the counted tokens; NaN when there were none
+    double num_toks;                                 // counted tokens of this step, all ranks
     double grad_norm;                                // Inf when a gradient was not finite
     double lr;
     double bias_correction1, bias_correction2;
@@ -133,6 +142,7 @@ HOSTDEV void step_state_advance(StepState* state, const double* sums, const Step
 {
     const bool overflow = sums[NUM_NONFINITE] > 0.0, empty = sums[NUM_TOKS] == 0.0;
     state->num_steps++;
+    state->num_toks = sums[NUM_TOKS];
     state->loss = sums[SUM_LOSSES] / sums[NUM_TOKS];
     state->lr = schedule_lr(config, state->num_applied);
     state->skip = empty ? Skip::NO_TOKS : overflow ? Skip::NONFINITE : Skip::NONE;
@@ -431,6 +441,9 @@ static void schedule_test(OpRun* run)
     schedule_check(run, "wsd-sqrt, all tail", config, 10, 1.0);
     config.decay_share = 0.0;
     schedule_check(run, "wsd-sqrt, no tail", config, 109, 1.0);
+    config.warmup_steps = 220;
+    schedule_check(run, "warm-up beyond the end, last step", config, 109, 0.5);
+    schedule_check(run, "warm-up beyond the end, past it", config, 110, 0.1);
 }
 
 /* N = 1, warm-ups as long as the run and longer, a run of no steps, lr 0: always finite, and the first step never 0. */

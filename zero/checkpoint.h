@@ -21,8 +21,8 @@ typedef struct RunState {
     size_t seq_len, global_batch;
 } RunState;
 
-enum { CHECKPOINT_BOUNCE_ELEMS = 4 << 20 };
-#define MAX_FILE_BYTES ((size_t)5000 * 1000 * 1000)
+static const size_t CHECKPOINT_BOUNCE_ELEMS = 4 << 20;
+static const size_t MAX_FILE_BYTES = 5000000000;   // larger files are split
 
 // ------------------------------------------------------------------------------------------------- device <-> file
 /* fp32 values of device elements `values` (count) into tensor `st` of the file from element `first` on. */
@@ -307,14 +307,12 @@ static void weights_load(Zero* z, const char* folder, bool tied)
 {
     const Shard* s = z->shard;
     SafeTensors* files = safetensors_open(folder);
-    size_t used = 0;
     float* bounce = (float*)malloc_checked(CHECKPOINT_BOUNCE_ELEMS * sizeof(float));
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
         const SafeTensor* st = find_weight(files, t->name);
         ENSURE(st != nullptr, "%s: has no tensor %s, which config.json asks for", files->path, t->name);
         ensure_shape(files, st, t);
-        used++;
         for (size_t done = 0; done < st->num_elems; ) {
             size_t n = st->num_elems - done < CHECKPOINT_BOUNCE_ELEMS ? st->num_elems - done : CHECKPOINT_BOUNCE_ELEMS;
             safetensors_read_f32(files, st, done, n, bounce);
@@ -330,7 +328,6 @@ static void weights_load(Zero* z, const char* folder, bool tied)
     }
     free(bounce);
     safetensors_close(files);
-    (void)used;
 }
 
 /* The moments of what this rank updates, and the counters, from a checkpoint. */

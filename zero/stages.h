@@ -17,7 +17,7 @@
 #include "plan.h"
 #include "shard.h"
 
-enum { STEP_SUM_SQUARES, STEP_NUM_NONFINITE, STEP_NUM_TOKENS, STEP_LOSS, NUM_STEP_SUMS };
+typedef struct { float beta1, beta2, eps, weight_decay; } AdamwConfig;
 
 typedef struct Zero {
     Comm* comm;
@@ -178,7 +178,7 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
 
 /* The boundary: norm, clip, optimizer on what this rank owns, parameters gathered. Order of SEMANTICS: reduce, overflow
  * check, norm, clip, update, gather. `slot` (0 or 1) takes the step's result for the host. */
-static void zero_step_end(Zero* z, StepConfig config, int slot)
+static void zero_step_end(Zero* z, StepConfig config, AdamwConfig adamw, int slot)
 {
     const Shard* shard = z->shard;
     stream_wait(z->compute, z->reduce, z->reduced_all, "every gradient has arrived");
@@ -197,8 +197,8 @@ static void zero_step_end(Zero* z, StepConfig config, int slot)
             if (part.count == 0) continue;
             size_t at = zero_state_first(z, u) + (part.first - owned.first);
             adamw_update(z->params + part.first, z->master ? z->master + at : nullptr, z->moment1 + at, z->moment2 + at,
-                         zero_reduced_grad(z, u, part.first), part.count, shard->tensors[t].decay ? config.weight_decay : 0.0f,
-                         config.beta1, config.beta2, config.eps, z->state, z->compute);
+                         zero_reduced_grad(z, u, part.first), part.count, shard->tensors[t].decay ? adamw.weight_decay : 0.0f,
+                         adamw.beta1, adamw.beta2, adamw.eps, z->state, z->compute);
         }
         if (zero_slices_states(z))
             comm_all_gather(z->comm, z->params + unit->range.first, owned.count, FLOATX_NCCL, z->compute);

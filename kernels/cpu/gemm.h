@@ -83,14 +83,15 @@ __attribute__((noinline)) static void gemm_tile(float* c, size_t ldc, const floa
         for (int j = 0; j < NV; j++) vf_store(c + i * ldc + j * VF, acc[i][j]);
 }
 
-/* The same for packed panels and a number of vectors that is known at run time. */
-static void gemm_tile_packed(int num_vectors, float* c, size_t ldc, const float* init, size_t ld_init,
-                             const float* a, const float* b, int K)
+/* The same for a number of vectors that is known at run time. */
+template<bool A_IN_ROWS>
+static void gemm_tile_any(int num_vectors, float* c, size_t ldc, const float* init, size_t ld_init, const float* a, size_t lda,
+                          const float* b, size_t ldb, int K)
 {
     switch (num_vectors) {
-    case 1: gemm_tile<1, false>(c, ldc, init, ld_init, a, 0, b, VF, K); break;
-    case 2: gemm_tile<2, false>(c, ldc, init, ld_init, a, 0, b, 2 * VF, K); break;
-    default: gemm_tile<3, false>(c, ldc, init, ld_init, a, 0, b, 3 * VF, K); break;
+    case 1: gemm_tile<1, A_IN_ROWS>(c, ldc, init, ld_init, a, lda, b, ldb, K); break;
+    case 2: gemm_tile<2, A_IN_ROWS>(c, ldc, init, ld_init, a, lda, b, ldb, K); break;
+    default: gemm_tile<3, A_IN_ROWS>(c, ldc, init, ld_init, a, lda, b, ldb, K); break;
     }
 }
 
@@ -100,7 +101,7 @@ static void gemm_tile_edge(int num_vectors, float* c, size_t ldc, const float* i
 {
     float tile[GEMM_MR * GEMM_NR] = {};
     for (int i = 0; i < rows; i++) memcpy(tile + i * GEMM_NR, init + i * ld_init, cols * sizeof(float));
-    gemm_tile_packed(num_vectors, tile, GEMM_NR, tile, GEMM_NR, a, b, K);
+    gemm_tile_any<false>(num_vectors, tile, GEMM_NR, tile, GEMM_NR, a, 0, b, num_vectors * VF, K);
     for (int i = 0; i < rows; i++) memcpy(c + i * ldc, tile + i * GEMM_NR, cols * sizeof(float));
 }
 
@@ -184,7 +185,7 @@ static void gemm_panel(float* c, size_t ldc, const float* init, size_t ld_init, 
     for (int m = 0; m < rows; m += GEMM_MR, a += GEMM_MR * K, c += GEMM_MR * ldc, init += GEMM_MR * ld_init) {
         gemm_prefetch(&next, lines_per_tile);
         if (m + GEMM_MR <= rows && cols == num_vectors * VF)
-            gemm_tile_packed(num_vectors, c, ldc, init, ld_init, a, b, K);
+            gemm_tile_any<false>(num_vectors, c, ldc, init, ld_init, a, 0, b, num_vectors * VF, K);
         else
             gemm_tile_edge(num_vectors, c, ldc, init, ld_init, a, b, K, rows - m < GEMM_MR ? rows - m : GEMM_MR, cols);
     }

@@ -329,6 +329,8 @@ void stream_drain_all(void)
     for (CUstream_st* s = &null_stream; s != nullptr; s = s->next) drain(s, s->num_issued, "cudaDeviceSynchronize");
 }
 
+bool stream_step(void) { return step(true) == Step::DID_SOMETHING; }
+
 void stream_enqueue(cudaStream_t handle, const char* name, const StreamOpKind* kind, void* arg)
 {
     catch_bad_accesses();

@@ -15,6 +15,9 @@ struct StreamOpKind {
 };
 void stream_enqueue(cudaStream_t stream, const char* name, const StreamOpKind* kind, void* arg);
 void stream_drain_all(void);          // not counted as a host synchronisation
+#ifdef DEVICE_EMU
+bool stream_step(void);               // one operation, anywhere; false: none could be completed now
+#endif
 void wait_politely(unsigned* num_tries);   // between two looks at what other ranks do: spin, yield, then sleep
 double wall_seconds(void);
 
