@@ -131,8 +131,8 @@ def assert_decayed(folder, factor):
 @pytest.mark.parametrize("stage", STAGES)
 def test_w_decay(tmp_path, device, stage, ranks):
     model, data = model_w(tmp_path), shards(tmp_path, [0, 1, 2, 3, 0], ranks)
-    run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", 1, "-n", 2, "-l", 0.1, "--weight-decay", 0.5, "--eps", 1,
-                    "--warmup", 0, "--schedule", "constant", "--save-every", 1, "--sample-tokens", 0, ranks=ranks,
+    run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", 1, "-n", 2, "-l", 0.1, "--weight-decay", 0.5,
+                    "--eps", 1, "--warmup", 0, "--schedule", "constant", "--save-every", 1, "--sample-tokens", 0, ranks=ranks,
                     device=device, out=tmp_path / "run")
     assert run.series("loss") == pytest.approx([1.386294] * 2, abs=2e-6)
     assert run.series("norm") == pytest.approx([0, 0], abs=2e-7)
@@ -144,8 +144,8 @@ def test_w_decay(tmp_path, device, stage, ranks):
 @pytest.mark.parametrize("stage", STAGES)
 def test_w_schedule(tmp_path, device, stage, ranks):
     model, data = model_w(tmp_path), shards(tmp_path, [0, 1, 2, 3, 0], ranks)
-    flags = ["-d", data, "-z", stage, "-b", 1, "-n", 8, "-l", 0.1, "--min-lr", 0.01, "--warmup", 4, "--weight-decay", 1, "--eps", 1,
-             "--schedule", "cosine", "--save-every", 4, "--sample-tokens", 0]
+    flags = ["-d", data, "-z", stage, "-b", 1, "-n", 8, "-l", 0.1, "--min-lr", 0.01, "--warmup", 4, "--weight-decay", 1,
+             "--eps", 1, "--schedule", "cosine", "--save-every", 4, "--sample-tokens", 0]
     lrs = [0.025, 0.05, 0.075, 0.1, 0.1, 0.0868198, 0.055, 0.0231802]
     whole = train_gpt("-m", model, *flags, ranks=ranks, device=device, out=tmp_path / "whole")
     assert whole.series("lr") == pytest.approx(lrs, abs=1e-7)
