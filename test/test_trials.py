@@ -132,8 +132,8 @@ def assert_decayed(folder, factor):
 def test_w_decay(tmp_path, device, stage, ranks):
     model, data = model_w(tmp_path), shards(tmp_path, [0, 1, 2, 3, 0], ranks)
     run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", 1, "-n", 2, "-l", 0.1, "--weight-decay", 0.5,
-                    "--eps", 1, "--warmup", 0, "--schedule", "constant", "--save-every", 1, "--sample-tokens", 0, ranks=ranks,
-                    device=device, out=tmp_path / "run")
+                    "--eps", 1, "--warmup", 0, "--schedule", "constant", "--save-every", 1, "--sample-tokens", 0,
+                    ranks=ranks, device=device, out=tmp_path / "run")
     assert run.series("loss") == pytest.approx([1.386294] * 2, abs=2e-6)
     assert run.series("norm") == pytest.approx([0, 0], abs=2e-7)
     assert_decayed(run.checkpoint(1), 0.95)
