@@ -25,14 +25,14 @@ static void loss_accumulate_cpu(double* sums, const float* losses, const int* ta
     }
 }
 #else
-__global__ void accumulate_kernel(float* out, const float* inp, size_t n)
+static __global__ void accumulate_kernel(float* out, const float* inp, size_t n)
 {
     size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
     if (i < n) out[i] += inp[i];
 }
 
 /* One block: thread k sums k, k + 256, ...; then a tree over the threads. */
-__global__ void loss_accumulate_kernel(double* sums, const float* losses, const int* targets, size_t n)
+static __global__ void loss_accumulate_kernel(double* sums, const float* losses, const int* targets, size_t n)
 {
     SHARED(double, count, [256]);
     SHARED(double, total, [256]);

@@ -103,7 +103,7 @@ template <int W> DEV void classifier_load(float (&x)[W], const floatX* z, int v,
 }
 
 /* A block a row. Pass one: each thread's running maximum and sum relative to it. Pass two: the gradient. */
-template <int W> __global__ void __launch_bounds__(CLASSIFIER_MAX_BLOCK)
+template <int W> static __global__ void __launch_bounds__(CLASSIFIER_MAX_BLOCK)
 classifier_kernel(floatX* logits, float* losses, const int* targets, int V, int VP, float dloss, bool backward)
 {
     SHARED(float, partial_max, [32]);
