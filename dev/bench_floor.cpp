@@ -1,20 +1,24 @@
-/* bench_floor.cpp: how fast could this machine at best train one step of a GPT-2? train_gpt on a CPU is judged against it.
+/* bench_floor.cpp: how fast could this machine at best train one step of a GPT-2? train_gpt on a CPU is judged against
+ * it.
  *   bench_floor                  prints the two speeds of the machine
  *   bench_floor L C NH T B V     and the floor of a step: layers, channels, heads, context, sequences, vocabulary
  *
  *   floor = (matrix + attention flops) / FMA peak  +  optimizer bytes / triad speed
- *     matrix     6 * B*T * (12*L*C^2 + V*C)    each matrix weight is used three times (forward, gradient of the input, gradient
- *                                              of the weight), 2 flops a token each; the MLP is 4*C wide; the head counts
- *     attention  7 * B*T * L * C * (T+1)       2 products forward and 5 backward, 2 flops, over the causal half of T x T
- *     optimizer  28 * parameters               AdamW reads weight, gradient, m, v and writes weight, m, v, in fp32, once a
+ *     matrix     6 * B*T * (12*L*C^2 + V*C)    each matrix weight is used three times (forward, gradient of the input,
+ *     gradient
+ *                                              of the weight), 2 flops a token each; the MLP is 4*C wide; the head
+ *                                              counts
+ *     attention  7 * B*T * L * C * (T+1)       2 products forward and 5 backward, 2 flops, over the causal half of T x
+ *     T optimizer  28 * parameters               AdamW reads weight, gradient, m, v and writes weight, m, v, in fp32,
+ *     once a
  *                                              step; parameters = 12*L*C^2 + 13*L*C + (V + T + 2)*C
- * It leaves out norms, GELU, softmax, cross-entropy and all activations in memory, and lets nothing overlap. NH does not
- * change it.
+ * It leaves out norms, GELU, softmax, cross-entropy and all activations in memory, and lets nothing overlap. NH does
+ * not change it.
  *
- * FMA peak: every thread runs chains of independent fused multiply-adds in registers, and their best speeds are added up.
- * Triad: b = a*s + b over arrays far larger than the caches, two reads and a write, which is the optimizer's pattern (all
- * it writes it has read). On a shared or throttled machine both move by the minute: measure the step and the floor in turn.
- * The last line is for scripts: fma_gflops X triad_gbps X [floor_ms X].
+ * FMA peak: every thread runs chains of independent fused multiply-adds in registers, and their best speeds are added
+ * up. Triad: b = a*s + b over arrays far larger than the caches, two reads and a write, which is the optimizer's
+ * pattern (all it writes it has read). On a shared or throttled machine both move by the minute: measure the step and
+ * the floor in turn. The last line is for scripts: fma_gflops X triad_gbps X [floor_ms X].
  *
  * g++ -std=c++17 -O3 -march=native -ffp-contract=fast -fopenmp dev/bench_floor.cpp -o bench_floor */
 #include <cstdio>

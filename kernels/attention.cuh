@@ -1,15 +1,18 @@
-/* attention.cuh: causal self-attention with grouped keys and values, in one pass over keys: no T x T matrix is ever stored.
- *   s[i,j] = scale * q[i] . k[j] for j <= i    lse[i] = log sum_j exp(s[i,j])    p = exp(s - lse)    out[i] = sum_j p[i,j] * v[j]
- *   dv[j] = sum_i p[i,j] * dout[i]     ds = p * (dout[i] . v[j] - delta[i])     delta[i] = dout[i] . out[i]
- *   dq[i] = scale * sum_j ds[i,j] * k[j]     dk[j] = scale * sum_i ds[i,j] * q[i]
+/* attention.cuh: causal self-attention with grouped keys and values, in one pass over keys: no T x T matrix is ever
+ * stored.
+ *   s[i,j] = scale * q[i] . k[j] for j <= i    lse[i] = log sum_j exp(s[i,j])    p = exp(s - lse)    out[i] = sum_j
+ *   p[i,j] * v[j] dv[j] = sum_i p[i,j] * dout[i]     ds = p * (dout[i] . v[j] - delta[i])     delta[i] = dout[i] .
+ *   out[i] dq[i] = scale * sum_j ds[i,j] * k[j]     dk[j] = scale * sum_i ds[i,j] * q[i]
  * shapes  qkv dqkv (B,T,(NH+2*NKV)*HS) floatX, a row holding q heads, k heads, v heads; out dout (B,T,NH*HS) floatX;
  *         lse (B,NH,T) fp32; scratch (attention_scratch_elems(B,T,NH,HS)) fp32
  * writes  forward out =, lse =; backward dqkv =
- * needs   NH % NKV == 0: query head h reads key/value head h / (NH/NKV). Any B, T; any HS on the CPU, HS <= 256 on a GPU
- * exact   every sum is taken in a fixed order by one thread or warp, without atomics: same bits on every run and for any number of
- *         CPU threads. Arithmetic is fp32 whatever floatX is.
+ * needs   NH % NKV == 0: query head h reads key/value head h / (NH/NKV). Any B, T; any HS on the CPU, HS <= 256 on a
+ *         GPU
+ * exact   every sum is taken in a fixed order by one thread or warp, without atomics: same bits on every run and for
+ *         any number of CPU threads. Arithmetic is fp32 whatever floatX is.
  * cost    forward 2, backward 5 products of T*T/2*HS multiply-adds per query head, judged against the FMA peak
- * source  Dao et al. 2022, arXiv:2205.14135 (tiles, online softmax, recomputation); the transposed scores of the CPU code are ours */
+ * source  Dao et al. 2022, arXiv:2205.14135 (tiles, online softmax, recomputation); the transposed scores of the CPU
+ *         code are ours */
 #pragma once
 #include "common.cuh"
 #ifdef DEVICE_CPU
@@ -18,9 +21,9 @@
 
 #ifdef DEVICE_CPU
 
-/* A block of queries is one panel of NR columns. Scores are kept transposed, s[key][query]: a column is a query, so the softmax runs
- * down the vectors without a horizontal sum, and s and p are the packed operand that the next product wants. Every product below is a
- * gemm_tile. Keys come in tiles whose scores stay in the nearest caches. */
+/* A block of queries is one panel of NR columns. Scores are kept transposed, s[key][query]: a column is a query, so the
+ * softmax runs down the vectors without a horizontal sum, and s and p are the packed operand that the next product
+ * wants. Every product below is a gemm_tile. Keys come in tiles whose scores stay in the nearest caches. */
 enum { ATTENTION_QUERIES = GEMM_NR, ATTENTION_KEYS_FORWARD = 512, ATTENTION_KEYS_BACKWARD = 128 };
 
 /* One head's matrices, packed, and the tiles of one thread. Rows beyond T and head elements beyond HS are zero. */
@@ -85,7 +88,8 @@ static void attention_pack_cols(float* dst, const float* src, size_t ld, int T, 
     }
 }
 
-/* s[key][query] = sum_d rows[key][d] * cols_t[d][query] for num_keys keys from `key` on. num_vectors of queries, here and below. */
+/* s[key][query] = sum_d rows[key][d] * cols_t[d][query] for num_keys keys from `key` on. num_vectors of queries, here
+ * and below. */
 static void attention_scores(float* s, const float* rows, const float* cols_t, int key, int num_keys, int num_vectors, int HS)
 {
     static const float zeros[GEMM_NR] = {};
@@ -275,8 +279,9 @@ static void attention_backward_cpu(float* dqkv, float* scratch, const float* dou
 
 #else
 
-/* A block has 4 warps, and each warp R rows: queries, or keys for dk and dv. The other side comes in tiles of 32, one to each lane.
- * Head elements are padded with zeros to HSP, a multiple of 32, of which a lane sums every 32nd. Shared memory is fp32. */
+/* A block has 4 warps, and each warp R rows: queries, or keys for dk and dv. The other side comes in tiles of 32, one
+ * to each lane. Head elements are padded with zeros to HSP, a multiple of 32, of which a lane sums every 32nd. Shared
+ * memory is fp32. */
 static constexpr int ATTENTION_WARPS = 4, ATTENTION_TILE = 32;
 template<int HSP> struct AttentionShape {
     static constexpr int R = HSP <= 128 ? 8 : 4, ROWS = ATTENTION_WARPS * R;
@@ -653,7 +658,8 @@ static void attention_forward_test(OpRun* run)
     op_check(run, lse);
 }
 
-/* dims: B, T, NH, NKV, HS. The double reference continues from out and lse in double; ours and the plain one from those rounded. */
+/* dims: B, T, NH, NKV, HS. The double reference continues from out and lse in double; ours and the plain one from those
+ * rounded. */
 static void attention_backward_test(OpRun* run)
 {
     const int B = run->dims[0], T = run->dims[1], NH = run->dims[2], NKV = run->dims[3], HS = run->dims[4];

@@ -2,15 +2,17 @@
  *   out     = inp * weight^T + bias              (bias may be null)
  *   dinp    = dout * weight  or  +=              (accumulate)
  *   dweight += dout^T * inp      dbias += sum_n(dout)
- * shapes  inp dinp (N,IC), out dout (N,OC), bias (OC) floatX; weight (OC,IC) in Layout::OUT_IN (torch's Linear) or (IC,OC) in
- *         Layout::IN_OUT (GPT-2's files) floatX; dweight as weight, dbias (OC), scratch (matmul_scratch_elems(OC)) fp32
+ * shapes  inp dinp (N,IC), out dout (N,OC), bias (OC) floatX; weight (OC,IC) in Layout::OUT_IN (torch's Linear) or
+ *         (IC,OC) in Layout::IN_OUT (GPT-2's files) floatX; dweight as weight, dbias (OC), scratch
+ *         (matmul_scratch_elems(OC)) fp32
  * writes  forward out =; backward_input dinp = or +=; backward_weight dweight +=, dbias +=
  * needs   matmul_init() once; any N, IC, OC. cuBLASLt's work space is shared, so all calls are to go to one stream.
- * exact   fp32 products in fp32 (no TF32); bf16 and fp16 multiply exactly and sum in fp32. Same bits on every run; on the CPU for
- *         any number of threads; on a GPU, the same bits for the same shapes and card.
+ * exact   fp32 products in fp32 (no TF32); bf16 and fp16 multiply exactly and sum in fp32. Same bits on every run; on
+ *         the CPU for any number of threads; on a GPU, the same bits for the same shapes and card.
  * cost    2*N*IC*OC flops each, judged against the FMA (CPU) or tensor core (GPU) peak
- * source  CPU: cpu/gemm.h. GPU: cuBLASLt. It is column-major: it sees each of our row-major matrices transposed, so a product is
- *         asked for as D^T = B^T * A^T, and a row-major (rows, cols) matrix is given to it as (cols, rows) with leading dimension cols. */
+ * source  CPU: cpu/gemm.h. GPU: cuBLASLt. It is column-major: it sees each of our row-major matrices transposed, so a
+ *         product is asked for as D^T = B^T * A^T, and a row-major (rows, cols) matrix is given to it as (cols, rows)
+ *         with leading dimension cols. */
 #pragma once
 #include "common.cuh"
 #ifdef DEVICE_CPU
@@ -80,8 +82,8 @@ static size_t matmul_scratch_elems(int OC) { return (size_t)MATMUL_BIAS_PARTS * 
     if (cublas_status_ != CUBLAS_STATUS_SUCCESS) die_at(WHERE, "%s: %s", #call, cublasLtGetStatusString(cublas_status_)); \
 } while (0)
 
-/* What a plan is looked up by. D (m,n) = op(A) (m,k) * op(B) (k,n), column-major as cuBLASLt has it; A and B floatX. Plain integers
- * without padding, so that keys can be compared as bytes. */
+/* What a plan is looked up by. D (m,n) = op(A) (m,k) * op(B) (k,n), column-major as cuBLASLt has it; A and B floatX.
+ * Plain integers without padding, so that keys can be compared as bytes. */
 typedef struct { int m, n, k, transpose_a, transpose_b, d_is_float, has_bias, alignment_bytes; } MatmulShape;
 
 typedef struct {
