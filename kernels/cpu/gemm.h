@@ -8,8 +8,7 @@
  *         there libraries lose most of their time reading B.
  * exact   each element of C is summed over k in ascending order, whatever the number of threads: same bits. (OpenBLAS
  *         0.3.21 with its Haswell kernels gives other bits with two threads than with one.)
- * source  the tiling is that of Goto & van de Geijn 2008 and of BLIS; A shared, B streamed by panels is our own choice
- *         */
+ * source  the tiling is that of Goto & van de Geijn 2008 and of BLIS; A shared, B streamed by panels is our choice */
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -225,8 +224,8 @@ static float* gemm_packed_a(GemmBlock block, int m, int k, int num_k)
 static void gemm_pack_a(const GemmJob* g, GemmBlock block, int m, int k)
 {
     const int num_k = gemm_min(g->kc, block.k1 - k);
-    gemm_pack(gemm_packed_a(block, m, k, num_k), GEMM_MR, gemm_at(g->A, block.m0 + m, k), g->A.ld, g->A.transposed, num_k,
-              gemm_min(GEMM_MR, block.num_rows - m));
+    gemm_pack(gemm_packed_a(block, m, k, num_k), GEMM_MR, gemm_at(g->A, block.m0 + m, k), g->A.ld, g->A.transposed,
+              num_k, gemm_min(GEMM_MR, block.num_rows - m));
 }
 
 /* Columns n on, one panel of them, of C's rows m .. m + rows of the block. */
@@ -246,19 +245,22 @@ static void gemm_columns(const GemmJob* g, GemmBlock block, int n, int m, int ro
         float* c = g->C + (size_t)(block.m0 + m) * g->ldc + n;
         const bool from_c = k > 0 || g->accumulate;
         const float* init = from_c ? c : g->bias != nullptr ? g->bias + n : zeros;
-        gemm_panel(c, g->ldc, init, from_c ? g->ldc : 0, gemm_packed_a(block, m, k, num_k), packed_b, rows, cols, num_k, next);
+        gemm_panel(c, g->ldc, init, from_c ? g->ldc : 0, gemm_packed_a(block, m, k, num_k), packed_b, rows, cols, num_k,
+                   next);
     }
 }
 
 /* C (M,N) = A * B, + C (accumulate) or + bias in every row (or null). Called by one thread; works with all. Work is
  * handed out as it is asked for, so that a thread that shares its core does not hold up the others. With too few panels
  * of columns to share out fairly, rows are cut too. */
-static void gemm(float* C, size_t ldc, GemmOperand A, GemmOperand B, int M, int N, int K, const float* bias, bool accumulate)
+static void gemm(float* C, size_t ldc, GemmOperand A, GemmOperand B, int M, int N, int K, const float* bias,
+                 bool accumulate)
 {
     const int kc = gemm_div_up(K, gemm_div_up(K, GEMM_KC));
     const int mb = gemm_div_up(gemm_div_up(M, gemm_div_up(M, GEMM_MB)), GEMM_MR) * GEMM_MR;
     const GemmJob job = {C, ldc, A, B, M, N, K, bias, accumulate, kc, kc * (GEMM_KB / GEMM_KC), mb};
-    const int num_threads = gemm_min(omp_get_max_threads(), gemm_space.num_threads), num_panels = gemm_div_up(N, GEMM_NR);
+    const int num_threads = gemm_min(omp_get_max_threads(), gemm_space.num_threads);
+    const int num_panels = gemm_div_up(N, GEMM_NR);
     const int num_cuts = num_panels >= 4 * num_threads ? 1 : gemm_min(4, gemm_div_up(M, 8 * GEMM_MR));
     const int num_items = num_panels * num_cuts, chunk = num_items / (8 * num_threads) + 1;
     #pragma omp parallel num_threads(num_threads)

@@ -112,7 +112,8 @@ SIMD vf vf_gelu_tanh_grad(vf x)
 {
     x = vf_max(vf_min(x, vf_set(10.0f)), vf_set(-10.0f));       // outside the gradient is 1 or 0 to the last bit
     vf xx = x * x, e = vf_exp(-1.5957691216f * x * (1.0f + 0.044715f * xx)), s = 1.0f / (1.0f + e);
-    return s + x * (e * s * s) * 1.5957691216f * (1.0f + 0.134145f * xx);       // e * s = 1 - s, without its cancellation
+    const vf one_minus_s = e * s;                               // without the cancellation
+    return s + x * s * one_minus_s * 1.5957691216f * (1.0f + 0.134145f * xx);
 }
 
 SIMD vf vf_gelu_erf(vf x) { return 0.5f * x * (1.0f + vf_erf(0.70710678f * x)); }
