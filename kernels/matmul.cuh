@@ -187,7 +187,7 @@ static void matmul_plan_make(MatmulPlan* plan, MatmulShape s)
         plan->bias_fused = matmul_plan_ask(plan);
         if (plan->bias_fused) return;
         if (!matmul_state.said_unfused)
-            fprintf(stderr, "cuBLASLt has no bias epilogue for (%d,%d) x %d; it is added in a pass of its own\n", s.m, s.n,
+            fprintf(stderr, "cuBLASLt has no bias epilogue for (%d,%d) x %d: added in a pass of its own\n", s.m, s.n,
                     s.k);
         matmul_state.said_unfused = true;
         matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_DEFAULT);
