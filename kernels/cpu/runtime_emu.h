@@ -144,6 +144,7 @@ static void on_bad_access(int, siginfo_t* info, void*)
     const char* p = (const char*)info->si_addr;
     char text[200] = "no memory of the device or the host";
     if (p < (const char*)PAGE) snprintf(text, sizeof text, "a null pointer");
+    else if (emu_is_stack_guard(p)) snprintf(text, sizeof text, "a thread used more bytes of stack than it has");
     else if (arena_holds(&device_arena, p)) describe_address(&device_arena, p, text, sizeof text);
     else if (arena_holds(&pinned_arena, p)) describe_address(&pinned_arena, p, text, sizeof text);
     emu_die("illegal memory access at %p: %s", (const void*)p, text);
