@@ -6,8 +6,9 @@
 #include <sys/mman.h>
 #include "emu.h"
 #include "stream.h"
-#ifndef __x86_64__
+#if !defined(__x86_64__) || defined(EMU_UCONTEXT)      // EMU_UCONTEXT: to test the portable way here
 #include <ucontext.h>
+#define PORTABLE_FIBERS
 #endif
 
 static const int MAX_THREADS = 1024, MAX_WARPS = 32;
@@ -114,7 +115,7 @@ void emu_check_aligned(const void* p, size_t align, const char* what, const char
 struct Fiber {
     void* stack_pointer;
     char* stack;
-#ifndef __x86_64__
+#ifdef PORTABLE_FIBERS
     ucontext_t context;
 #endif
 };
@@ -127,7 +128,7 @@ static int num_fibers, free_fibers[MAX_THREADS], num_free_fibers, current_fiber;
 
 static void fiber_main(void);
 
-#ifdef __x86_64__
+#ifndef PORTABLE_FIBERS
 /* Saves the registers that a called function must keep, changes stacks, restores. Ends in `ret`, so that the
  * processor's return prediction stays in step when fibers switch to each other: 21 instead of 32 ns a barrier. */
 extern "C" void emu_switch_stacks(void** save_stack_pointer, void* load_stack_pointer);
