@@ -122,12 +122,16 @@ static void test_memory(void)
     char *a = device_new<char>(6 << 20), *b = nullptr;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
     report(free_bytes == 4 << 20 && total_bytes == used + (10 << 20), "cudaMemGetInfo is honest");
-    report(cudaMalloc(&b, (4 << 20) + 1) == cudaErrorMemoryAllocation && b == nullptr, "one byte over the budget fails");
-    report(cudaGetLastError() == cudaErrorMemoryAllocation && cudaGetLastError() == cudaSuccess, "and is remembered once");
-    report(cudaMalloc(&b, 4 << 20) == cudaSuccess && device_used_bytes() == used + (10 << 20), "the whole budget fits");
+    cudaError_t error = cudaMalloc(&b, (4 << 20) + 1);
+    report(error == cudaErrorMemoryAllocation && b == nullptr, "one byte over the budget fails");
+    error = cudaGetLastError();
+    report(error == cudaErrorMemoryAllocation && cudaGetLastError() == cudaSuccess, "and is remembered once");
+    error = cudaMalloc(&b, 4 << 20);
+    report(error == cudaSuccess && device_used_bytes() == used + (10 << 20), "the whole budget fits");
     CUDA_CHECK(cudaFree(a));
     CUDA_CHECK(cudaFree(b));
-    report(device_used_bytes() == used && device_peak_bytes() >= used + (10 << 20), "freed bytes return, the peak stays");
+    bool peak_stays = device_peak_bytes() >= used + (10 << 20);
+    report(device_used_bytes() == used && peak_stays, "freed bytes return, the peak stays");
     device_set_budget((size_t)2 << 30);
 #endif
 #ifdef DEVICE_EMU
@@ -142,7 +146,7 @@ static void test_memory(void)
 
 /* ---- warps and blocks */
 
-__global__ void shuffle_kernel(int* out)
+static __global__ void shuffle_kernel(int* out)
 {
     int lane = threadIdx.x % 32, v = threadIdx.x * 3 + 1, *p = out + threadIdx.x * 8;
     p[0] = __shfl_sync(0xFFFFFFFFu, v, 5);
@@ -180,7 +184,7 @@ static void test_shuffles(void)
     CUDA_CHECK(cudaFree(device));
 }
 
-__global__ void warp_reduce_kernel(float* sums, double* double_sums, float* maxima, const float* in)
+static __global__ void warp_reduce_kernel(float* sums, double* double_sums, float* maxima, const float* in)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     sums[i] = warp_sum(in[i]);
@@ -224,7 +228,8 @@ static void test_warp_reduce(void)
 }
 
 /* Sums by block; the last block to finish adds the parts, in their order. */
-template <int BLOCK> __global__ void last_block_kernel(float* out, float* parts, unsigned* ticket, const float* in, int n)
+template <int BLOCK>
+static __global__ void last_block_kernel(float* out, float* parts, unsigned* ticket, const float* in, int n)
 {
     SHARED(float, by_warp, [BLOCK / 32]);
     SHARED(unsigned, place, [1]);
@@ -248,7 +253,7 @@ template <int BLOCK> __global__ void last_block_kernel(float* out, float* parts,
     *out = sum;
 }
 
-__global__ void atomics_kernel(int* counters, float* sum, unsigned long long* wide)
+static __global__ void atomics_kernel(int* counters, float* sum, unsigned long long* wide)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     atomicAdd(&counters[0], 1);
@@ -296,7 +301,7 @@ static void test_blocks(void)
 
 /* ---- shared memory, cp.async, 128-bit accesses: reverse each row of 64 through two stages of a pipeline */
 
-__global__ void reverse_rows_kernel(int* out, const int* in, int num_rows)
+static __global__ void reverse_rows_kernel(int* out, const int* in, int num_rows)
 {
     DYN_SHARED(int, stages);                         // (2,64)
     int c = threadIdx.x;                             // 16 threads of 4 elements
@@ -321,7 +326,8 @@ __global__ void reverse_rows_kernel(int* out, const int* in, int num_rows)
 static void test_pipeline(void)
 {
     const int ROWS = 7;
-    int in[ROWS * 64], out[(ROWS + 1) * 64], *d_in = device_new<int>(ROWS * 64), *d_out = device_new<int>((ROWS + 1) * 64);
+    int in[ROWS * 64], out[(ROWS + 1) * 64];
+    int *d_in = device_new<int>(ROWS * 64), *d_out = device_new<int>((ROWS + 1) * 64);
     for (int i = 0; i < ROWS * 64; i++) in[i] = i * i;
     upload(d_in, in, ROWS * 64);
     LAUNCH(reverse_rows_kernel, 1, 16, 2 * 64 * sizeof(int), stream, d_out, d_in, ROWS);
@@ -338,7 +344,7 @@ static void test_pipeline(void)
 
 /* ---- tensor cores: one warp, d(16,8) = a(16,16) b(16,8) + d, b from rows of b through the transposing load */
 
-template <class T> __global__ void mma_kernel(float* d, const T* a, const T* b)
+template <class T> static __global__ void mma_kernel(float* d, const T* a, const T* b)
 {
     SHARED(T, sa, [16][16]);
     SHARED(T, sb, [16][16]);                         // columns 8..15 are a second b
@@ -390,7 +396,7 @@ template <class T> static void test_mma(const char* name)
 
 /* ---- launches that a GPU refuses */
 
-__global__ void dyn_shared_kernel(float* out, int n)
+static __global__ void dyn_shared_kernel(float* out, int n)
 {
     DYN_SHARED(float, x);
     for (int i = threadIdx.x; i < n; i += blockDim.x) x[i] = (float)i;
@@ -418,7 +424,7 @@ static void test_launch_errors(void)
 
 /* ---- streams */
 
-__global__ void add_kernel(float* out, const float* in, float x, int n)
+static __global__ void add_kernel(float* out, const float* in, float x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = in[i] + x;
@@ -476,7 +482,7 @@ static void test_streams(void)
     cudaStream_t blocking;
     CUDA_CHECK(cudaStreamCreate(&blocking));
     LAUNCH(add_kernel, 1, 32, 0, blocking, device, device, 1.0f, 8);
-    CUDA_CHECK(cudaMemsetAsync(device, 0, 16, nullptr));   // the default stream waits for blocking streams, and they for it
+    CUDA_CHECK(cudaMemsetAsync(device, 0, 16, nullptr));   // default stream and blocking streams wait for each other
     LAUNCH(add_kernel, 1, 32, 0, blocking, device, device, 1.0f, 8);
     CUDA_CHECK(cudaMemcpy(host, device, sizeof host, cudaMemcpyDeviceToHost));
     report(host[0] == 1 && host[7] == 10, "the default stream orders blocking streams");
@@ -484,7 +490,8 @@ static void test_streams(void)
     float ms = -1;
     CUDA_CHECK(cudaEventCreate(&start));
     CUDA_CHECK(cudaEventCreate(&end));
-    report(cudaEventElapsedTime(&ms, start, end) == cudaErrorInvalidResourceHandle, "no time between unrecorded events");
+    cudaError_t error = cudaEventElapsedTime(&ms, start, end);
+    report(error == cudaErrorInvalidResourceHandle, "no time between unrecorded events");
     cudaGetLastError();
     CUDA_CHECK(cudaEventRecord(start, stream));
     CUDA_CHECK(cudaEventRecord(end, stream));

@@ -4,8 +4,8 @@
 
 enum class Mistake {
     NONE, TWO_BARRIERS, BARRIER_AND_SHUFFLE, DIVERGED, NOT_IN_MASK, MISSING_LANES, LANE_EXITS,
-    SHARED_OVERRUN, DYN_SHARED_OVERRUN, NO_DYN_SHARED, DEVICE_OVERRUN, DEVICE_UNDERRUN, FAR_OVERRUN, FREED, NULL_POINTER,
-    MISALIGNED, STACK, CP_ASYNC_TO_GLOBAL, WRONG_KIND, COPY_OVERRUN, FREED_TWICE, NOT_ALLOCATED, DEAD_STREAM,
+    SHARED_OVERRUN, DYN_SHARED_OVERRUN, NO_DYN_SHARED, DEVICE_OVERRUN, DEVICE_UNDERRUN, FAR_OVERRUN, FREED,
+    NULL_POINTER, MISALIGNED, STACK, CP_ASYNC_TO_GLOBAL, WRONG_KIND, COPY_OVERRUN, FREED_TWICE, NOT_ALLOCATED, DEAD_STREAM,
     EPILOGUE, UNWAITED,
 };
 static const struct { Mistake mistake; const char *name, *message; } mistakes[] = {
@@ -35,7 +35,7 @@ static const struct { Mistake mistake; const char *name, *message; } mistakes[] 
     {Mistake::UNWAITED, "unwaited", "the missing wait shows"},
 };
 
-__global__ void mistake_kernel(Mistake mistake, float* x, int far)
+static __global__ void mistake_kernel(Mistake mistake, float* x, int far)
 {
     int t = threadIdx.x;
     switch (mistake) {
@@ -75,7 +75,7 @@ __global__ void mistake_kernel(Mistake mistake, float* x, int far)
     }
 }
 
-__global__ void stack_kernel(float* x)
+static __global__ void stack_kernel(float* x)
 {
     volatile char big[70 << 10];
     for (int i = 0; i < (int)sizeof big; i += 8) big[i] = 1;
@@ -162,29 +162,29 @@ static int run_seeds_and_mistakes(const char* self)
 
 /* ---- speed */
 
-__global__ void nothing_kernel(float*) {}
-__global__ void axpy_kernel(float* x)
+static __global__ void nothing_kernel(float*) {}
+static __global__ void axpy_kernel(float* x)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     x[i] = 2 * x[i] + 1;
 }
-__global__ void barrier_kernel(float*)
+static __global__ void barrier_kernel(float*)
 {
     for (int i = 0; i < 100; i++) __syncthreads();
 }
-__global__ void shuffle_speed_kernel(float* x)
+static __global__ void shuffle_speed_kernel(float* x)
 {
     float v = x[threadIdx.x];
     for (int i = 0; i < 100; i++) v = __shfl_xor_sync(0xFFFFFFFFu, v, 1);
     x[threadIdx.x] = v;
 }
-__global__ void warp_sum_kernel(float* x)
+static __global__ void warp_sum_kernel(float* x)
 {
     float v = x[threadIdx.x];
     for (int i = 0; i < 100; i++) v = warp_sum(v) * 0.03125f;
     x[threadIdx.x] = v;
 }
-__global__ void mma_speed_kernel(float* x)
+static __global__ void mma_speed_kernel(float* x)
 {
     float d[4] = {0, 0, 0, 0};
     uint32_t a[4] = {0, 0, 0, 0}, b[2] = {0, 0};

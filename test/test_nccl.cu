@@ -342,12 +342,15 @@ static void test_wire_bytes(void)
     for (int k = 0; k < 3; k++) before[k] = nccl_wire_bytes((Collective)k);
     fill_device(send_buffer, count, 0, 0);
     NCCL_CHECK(ncclAllReduce(send_buffer, recv_buffer, count, ncclFloat32, ncclSum, comm, stream));
-    NCCL_CHECK(ncclReduceScatter(send_buffer, recv_buffer, count / (size_t)num_ranks, ncclFloat32, ncclSum, comm, stream));
-    NCCL_CHECK(ncclAllGather(send_buffer, recv_buffer, count / (size_t)num_ranks, ncclFloat32, comm, stream));
+    size_t part = count / (size_t)num_ranks;
+    NCCL_CHECK(ncclReduceScatter(send_buffer, recv_buffer, part, ncclFloat32, ncclSum, comm, stream));
+    NCCL_CHECK(ncclAllGather(send_buffer, recv_buffer, part, ncclFloat32, comm, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
-    report(nccl_wire_bytes(Collective::ALL_REDUCE) - before[0] == 2 * ring_bytes, "wire bytes of all_reduce: 2n(R-1)/R");
-    report(nccl_wire_bytes(Collective::REDUCE_SCATTER) - before[1] == ring_bytes, "wire bytes of reduce_scatter");
-    report(nccl_wire_bytes(Collective::ALL_GATHER) - before[2] == ring_bytes, "wire bytes of all_gather");
+    uint64_t sent[3];
+    for (int k = 0; k < 3; k++) sent[k] = nccl_wire_bytes((Collective)k) - before[k];
+    report(sent[(int)Collective::ALL_REDUCE] == 2 * ring_bytes, "wire bytes of all_reduce: 2n(R-1)/R");
+    report(sent[(int)Collective::REDUCE_SCATTER] == ring_bytes, "wire bytes of reduce_scatter: n(R-1)/R");
+    report(sent[(int)Collective::ALL_GATHER] == ring_bytes, "wire bytes of all_gather: n(R-1)/R");
 }
 #endif
 
@@ -399,16 +402,17 @@ static void bench(void)
                     MPI_Barrier(MPI_COMM_WORLD);
                     start_s = MPI_Wtime();
                 }
-                if (kind == 0) NCCL_CHECK(ncclAllReduce(send_buffer, recv_buffer, n, ncclFloat32, ncclSum, comm, stream));
-                if (kind == 1)
-                    NCCL_CHECK(ncclReduceScatter(send_buffer, recv_buffer, part, ncclFloat32, ncclSum, comm, stream));
-                if (kind == 2) NCCL_CHECK(ncclAllGather(send_buffer, recv_buffer, part, ncclFloat32, comm, stream));
+                char *in = send_buffer, *out = recv_buffer;
+                if (kind == 0) NCCL_CHECK(ncclAllReduce(in, out, n, ncclFloat32, ncclSum, comm, stream));
+                if (kind == 1) NCCL_CHECK(ncclReduceScatter(in, out, part, ncclFloat32, ncclSum, comm, stream));
+                if (kind == 2) NCCL_CHECK(ncclAllGather(in, out, part, ncclFloat32, comm, stream));
             }
             CUDA_CHECK(cudaDeviceSynchronize());
             double us = (MPI_Wtime() - start_s) / num_repeats * 1e6;
             static const char* const names[] = {"all_reduce", "reduce_scatter", "all_gather"};
             if (rank == 0)
-                printf("%-14s %9zu bytes %10.1f us  %7.3f GB/s\n", names[kind], size_bytes, us, (double)size_bytes / us * 1e-3);
+                printf("%-14s %9zu bytes %10.1f us  %7.3f GB/s\n", names[kind], size_bytes, us,
+                       (double)size_bytes / us * 1e-3);
         }
     }
 }

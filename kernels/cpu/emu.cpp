@@ -254,7 +254,7 @@ static void set_current(int thread)
     emu_die("deadlock in a block: %d of %d threads wait for the others%s", num_waiting, num_threads, text);
 }
 
-/* The fiber to go on with, -1 when the block is finished. An unstarted thread gets a fiber on which fiber_main starts it. */
+/* The fiber to go on with, -1 when the block is finished. A thread that has not started gets a fiber to start on. */
 static int pick_fiber(void)
 {
     bool start = num_unstarted > 0 && (!any_ready() || emu_options.seed == 0 || coin());
@@ -351,8 +351,8 @@ static void warp_call_check(const WarpCall* call, const char* what, unsigned mas
 {
     if (call->mask == mask && same_place(call->file, call->line, file, line) &&
         (call->what == what || strcmp(call->what, what) == 0)) return;
-    emu_die("the warp has diverged: lane %d is in %s at %s:%d with mask %08x, others wait in %s at %s:%d with mask %08x",
-            emu_lane(), what, file, line, mask, call->what, call->file, call->line, call->mask);
+    emu_die("the warp has diverged: lane %d is in %s at %s:%d with mask %08x, others wait in %s at %s:%d with mask "
+            "%08x", emu_lane(), what, file, line, mask, call->what, call->file, call->line, call->mask);
 }
 
 static WarpCall* warp_call_join(Warp* warp, const char* what, unsigned mask, const char* file, int line)

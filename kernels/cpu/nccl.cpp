@@ -29,7 +29,7 @@ static const size_t MESSAGE_BYTES = 256 << 20;       // the most in one message 
 uint64_t nccl_wire_bytes(Collective kind) { return wire_bytes[(int)kind]; }
 size_t nccl_workspace_bytes(int num_ranks) { return num_ranks > 1 ? 2 * (size_t)num_ranks * SLOT_BYTES : 0; }
 
-struct Header { int kind, type, op, root; uint64_t count, call_idx; };   // call_idx: of collectives, same on all ranks
+struct Header { int kind, type, op, root; uint64_t count, call_idx; };   // call_idx counts collectives only
 
 struct Transfer { bool is_send; char* p; size_t size_bytes; int peer; Transfer* next; };
 
@@ -39,7 +39,7 @@ struct Work {
     const char* send;
     char* recv;
     Transfer* transfers;                             // of a group of ncclSend and ncclRecv
-    uint64_t place;                                  // among all work of the communicator, in the order of the host's calls
+    uint64_t place;                                  // in the order of the host's calls on the communicator
     bool posted, headers_match;
     size_t num_stages, num_finished;
     unsigned num_tries;
@@ -194,8 +194,8 @@ static void stage_post(Work* w, size_t stage)
             if (to_piece.count > 0)
                 post_send(w, slot, w->send + bytes_of(w, to_piece.begin), bytes_of(w, to_piece.count), to, TAG_DATA);
         } else {
-            if (from_piece.count > 0)
-                post_recv(w, slot, w->recv + bytes_of(w, from_piece.begin), bytes_of(w, from_piece.count), from, TAG_DATA);
+            char* from_recv = w->recv + bytes_of(w, from_piece.begin);
+            if (from_piece.count > 0) post_recv(w, slot, from_recv, bytes_of(w, from_piece.count), from, TAG_DATA);
             if (mine.count > 0) post_send(w, slot, own, bytes_of(w, mine.count), to, TAG_DATA);
         }
     }
@@ -481,7 +481,8 @@ static Work* work_new(Collective kind, const void* send, void* recv, size_t coun
 static ncclResult_t collective(Collective kind, const void* send, void* recv, size_t count, ncclDataType_t type,
                                int op, int root, ncclComm_t comm, cudaStream_t stream)
 {
-    if (comm == nullptr || op < 0 || op >= ncclNumOps || root < 0 || root >= comm->num_ranks) return ncclInvalidArgument;
+    if (comm == nullptr || op < 0 || op >= ncclNumOps) return ncclInvalidArgument;
+    if (root < 0 || root >= comm->num_ranks) return ncclInvalidArgument;
     bool reads = kind != Collective::BROADCAST || root == comm->rank;
     bool writes = kind != Collective::REDUCE || root == comm->rank;
     Work* w = work_new(kind, reads ? send : nullptr, writes ? recv : nullptr, count, type, op, root, comm);

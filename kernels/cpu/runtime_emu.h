@@ -26,9 +26,12 @@ static Arena pinned_arena = {"pinned", (size_t)1 << 36, nullptr, 0, nullptr, 0, 
 
 static const size_t PAGE = 4096, GAP = 256;
 
-/* An allocation ends GAP to 2*GAP - 1 bytes before an inaccessible page; what is left of its own pages lies before it. */
+/* An allocation ends GAP to 2*GAP - 1 bytes before an inaccessible page; the rest of its own pages lies before it. */
 static size_t aligned_bytes(size_t size_bytes) { return (size_bytes + GAP - 1) / GAP * GAP; }
-static size_t pages_bytes(size_t size_bytes) { return (aligned_bytes(size_bytes) + 2 * GAP + PAGE - 1) / PAGE * PAGE; }
+static size_t pages_bytes(size_t size_bytes)
+{
+    return (aligned_bytes(size_bytes) + 2 * GAP + PAGE - 1) / PAGE * PAGE;
+}
 static char* pages_of(const Allocation* a)
 {
     return a->p + aligned_bytes(a->size_bytes) + GAP - pages_bytes(a->size_bytes);
@@ -37,7 +40,8 @@ static size_t back_gap_bytes(const Allocation* a) { return aligned_bytes(a->size
 
 static bool arena_holds(const Arena* arena, const void* p)
 {
-    return arena->base != nullptr && (const char*)p >= arena->base && (const char*)p < arena->base + arena->reserve_bytes;
+    const char *first = arena->base, *end = first + arena->reserve_bytes;
+    return first != nullptr && (const char*)p >= first && (const char*)p < end;
 }
 
 /* The last allocation that starts at or below p, or null. */
@@ -55,7 +59,8 @@ static Allocation* arena_find(const Arena* arena, const void* p)
 static void* arena_alloc(Arena* arena, size_t size_bytes)
 {
     if (arena->base == nullptr) {
-        void* p = mmap(nullptr, arena->reserve_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        void* p = mmap(nullptr, arena->reserve_bytes, PROT_NONE, flags, -1, 0);
         ENSURE(p != MAP_FAILED, "emulator: cannot reserve %zu bytes of address space for %s memory",
                arena->reserve_bytes, arena->name);
         arena->base = (char*)p;
