@@ -1,0 +1,160 @@
+# train_gpt: `make` builds ./train_gpt for this machine, `make help` says what else there is.
+# One object per precision is compiled from train_gpt.cu and linked into one binary, build/DEVICE/train_gpt.
+
+SHELL       := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+
+HAVE_NVCC      := $(shell command -v nvcc)
+HAVE_GPU       := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
+DEFAULT_DEVICE := $(if $(and $(HAVE_NVCC),$(HAVE_GPU)),cuda,cpu)
+DEVICE         ?= $(DEFAULT_DEVICE)
+BUILD          := build/$(DEVICE)
+ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
+  NUM_CORES := $(shell nproc)
+  MAKEFLAGS += -j$(NUM_CORES)
+endif
+
+CXX  ?= g++
+NVCC ?= nvcc
+LIBS := -lcjson -lpcre2-8
+WARN := -Wall -Wextra -Wno-unused-function -Wno-unused-parameter -Wno-unknown-pragmas
+
+# ---- MPI and NCCL -----------------------------------------------------------------------------------------------
+ifdef NO_MPI
+  MPI_FLAGS := -DNO_MPI
+else ifeq ($(filter help clean lint list-tests,$(MAKECMDGOALS)),)
+  ifeq ($(shell command -v mpicc),)
+    $(error mpicc is not here: run scripts/setup.sh, or build for one process with NO_MPI=1)
+  endif
+  MPI_FLAGS := -DOMPI_SKIP_MPICXX $(shell mpicc --showme:compile)
+  LIBS      += $(shell mpicc --showme:link)
+endif
+ifdef NO_NCCL
+  MPI_FLAGS += -DNO_NCCL
+endif
+
+# ---- the three devices ------------------------------------------------------------------------------------------
+# SUPPORT: what stands in for the CUDA toolkit where there is none, kernels/cpu/NAME.cpp.
+ifeq ($(DEVICE),cpu)
+  PREC       ?= fp32
+  TEST_PRECS := fp32
+  COMPILE    := $(CXX) -x c++ -std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -ffp-contract=fast \
+                -fopenmp $(WARN) -DDEVICE_CPU -Ikernels/cpu -I. $(MPI_FLAGS)
+  LINK       := $(CXX) -fopenmp
+  LIBS       += -lopenblas
+  SUPPORT    := runtime nccl
+else ifeq ($(DEVICE),emu)
+  PREC       ?= fp32
+  TEST_PRECS := fp32 bf16 fp16
+  COMPILE    := $(CXX) -x c++ -std=c++17 -O2 -g -fopenmp $(WARN) -DDEVICE_EMU -Ikernels/cpu -I. $(MPI_FLAGS)
+  LINK       := $(CXX) -g -fopenmp
+  LIBS       += -lopenblas
+  SUPPORT    := runtime nccl blaslt emu
+else ifeq ($(DEVICE),cuda)
+  PREC       ?= fp32 bf16 fp16
+  TEST_PRECS := $(PREC)
+  # The cards that are here, else sm_80 sm_90 sm_100; PTX of the newest for cards to come.
+  ARCH       ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+                  | tr -d . | grep -x '[0-9]*' | sort -nu),80 90 100)
+  NEWEST     := $(lastword $(ARCH))
+  GENCODE    := $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
+                -gencode arch=compute_$(NEWEST),code=compute_$(NEWEST)
+  COMPILE    := $(NVCC) -std=c++17 -O3 --threads 0 -Xcompiler -fopenmp -Xcompiler -Wall -DDEVICE_CUDA -I. \
+                $(MPI_FLAGS) $(GENCODE)
+  LINK       := $(NVCC) -Xcompiler -fopenmp $(GENCODE)
+  LIBS       += -lcublasLt $(if $(NO_NCCL),,-lnccl)
+  SUPPORT    :=
+else
+  $(error DEVICE=$(DEVICE) is not known: cpu, emu or cuda)
+endif
+
+# ---- the program ------------------------------------------------------------------------------------------------
+MAIN_PREC    := $(firstword $(PREC))
+MAIN_OBJS    := $(PREC:%=$(BUILD)/train_gpt.%.o)
+SUPPORT_OBJS := $(SUPPORT:%=$(BUILD)/%.o)
+
+all: $(BUILD)/train_gpt $(if $(filter $(DEVICE),$(DEFAULT_DEVICE)),train_gpt)
+
+train_gpt: $(BUILD)/train_gpt
+	ln -sf $< $@
+
+$(BUILD)/train_gpt: $(MAIN_OBJS) $(SUPPORT_OBJS)
+	$(LINK) $^ -o $@ $(LIBS)
+
+# The first precision holds main(); all are asked for by -p.
+precision = -DPREC_$(shell echo $(1) | tr a-z A-Z)
+$(BUILD)/train_gpt.%.o: train_gpt.cu $(BUILD)/flags
+	$(COMPILE) $(call precision,$*) $(if $(filter $*,$(MAIN_PREC)),-DPREC_MAIN) $(MMD) -c $< -o $@
+
+$(BUILD)/%.o: kernels/cpu/%.cpp $(BUILD)/flags
+	$(COMPILE) $(MMD) -c $< -o $@
+
+# ---- tests ------------------------------------------------------------------------------------------------------
+# Each test/test_NAME.{cu,cpp} is a program. The op tests are built once per precision: test_ops.fp32 ...
+TEST_SOURCES := $(filter-out $(if $(filter $(DEVICE),emu),,test/test_emu.cu test/test_emu.cpp), \
+                  $(wildcard test/test_*.cu test/test_*.cpp))
+TEST_NAMES   := $(basename $(notdir $(TEST_SOURCES)))
+TEST_BINS    := $(patsubst %,$(BUILD)/%,$(filter-out test_ops,$(TEST_NAMES)) \
+                  $(if $(filter test_ops,$(TEST_NAMES)),$(TEST_PRECS:%=test_ops.%)))
+
+tests: $(TEST_BINS)
+list-tests:
+	@echo $(TEST_BINS)
+
+$(BUILD)/test_ops.%.o: test/test_ops.cu $(BUILD)/flags
+	$(COMPILE) $(call precision,$*) -DOP_TESTS $(MMD) -c $< -o $@
+$(BUILD)/test_ops.%: $(BUILD)/test_ops.%.o $(SUPPORT_OBJS)
+	$(LINK) $^ -o $@ $(LIBS)
+$(BUILD)/test_%.o: test/test_%.cu $(BUILD)/flags
+	$(COMPILE) $(MMD) -c $< -o $@
+$(BUILD)/test_%.o: test/test_%.cpp $(BUILD)/flags
+	$(COMPILE) $(MMD) -c $< -o $@
+$(BUILD)/test_%: $(BUILD)/test_%.o $(SUPPORT_OBJS)
+	$(LINK) $^ -o $@ $(LIBS)
+
+test:
+	scripts/test.sh $(DEVICE)
+
+# What a script in dev/ measures with.
+$(BUILD)/bench_%: dev/bench_%.cpp $(BUILD)/flags
+	$(COMPILE) $(MMD) $< -o $@ $(LIBS)
+
+# Registers that do not fit are spilled to memory: no kernel may. Compiles for the GPU, needs none.
+spills:
+	@rm -rf build/spills
+	$(MAKE) DEVICE=cuda SPILLS=1 BUILD=build/spills build/spills/train_gpt 2>&1 | dev/spills.py
+
+lint:
+	@dev/lint.py
+
+# ---- what they share --------------------------------------------------------------------------------------------
+MMD      = -MMD -MP -MF $(@:.o=.d)
+COMPILE += $(if $(SPILLS),-Xptxas -v)
+
+FLAGS    = $(COMPILE) $(LINK) $(LIBS)
+# A change of flags rebuilds: the file is touched only when its text differs.
+$(BUILD)/flags: force
+	@mkdir -p $(BUILD)
+	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' > $@
+
+clean:
+	rm -rf build train_gpt
+
+help:
+	@echo "make                build ./train_gpt for this machine (here: DEVICE=$(DEFAULT_DEVICE))"
+	@echo "make tests          build the test programs of this device"
+	@echo "make test           build and run every test of this device (scripts/test.sh runs all devices)"
+	@echo "make lint           check the look of the source: lengths, layers, checked calls, scripts"
+	@echo "make spills         compile the CUDA kernels and fail if one spills registers"
+	@echo "make clean          remove what was built"
+	@echo
+	@echo "DEVICE=cpu          g++, OpenMP, OpenBLAS; needs no GPU and no CUDA toolkit"
+	@echo "DEVICE=emu          the CUDA kernels themselves, run on the CPU: for tests"
+	@echo "DEVICE=cuda         nvcc, cuBLASLt, NCCL"
+	@echo "PREC='fp32 bf16'    precisions to compile (now: $(PREC))"
+	@echo "ARCH='80 90'        GPU architectures (cuda; default: the cards found, else 80 90 100)"
+	@echo "NO_MPI=1 NO_NCCL=1  one process: leave MPI or NCCL out"
+
+.PHONY: all tests list-tests test spills lint clean help force
+.SECONDARY:
+-include $(wildcard $(BUILD)/*.d)

@@ -1,0 +1,337 @@
+/* json.h: JSON files, read through cJSON with messages that name the file, the place and the key; written by hand.
+ *
+ *   cJSON* j = json_parse_file(path);              syntax errors are refused with line and column; cJSON_Delete(j)
+ *   cJSON* j = json_parse(text, length, file);     the same for text in memory
+ *   json_get(j, key)                               the value of an object's key, null without it; keys keep their case
+ *   json_int(j, key, min, max, file)               required; json_float json_string json_bool json_object json_array
+ *   json_int_or(j, key, fallback, min, max, file)  optional: missing or null gives the fallback; same for the others
+ *   json_add_int(j, key, x) ..._float _string _bool _object _array
+ *   json_write_file(path, j)                       2 spaces a level, as Python's json.dumps(indent=2), and fsync
+ *   JsonText t                                     a growing string: json_text_add(&t, fmt, ...) json_text_quote(&t, s)
+ *
+ * `file` in messages is whatever the reader of the message should look at: a path, or "path: section".
+ * Numbers are doubles in cJSON, so integers are exact up to 2^53 and larger ones are refused, never rounded.
+ * Not handled: comments, NaN, strings with a NUL byte (cut there). */
+#pragma once
+#include <cerrno>
+#include <cjson/cJSON.h>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include "error.h"
+
+#define JSON_MAX_INT ((long long)1 << 53)
+
+/* ---------------------------------------------------------------- a string that grows */
+
+typedef struct {
+    char* text;                  // NUL-terminated once something was added
+    size_t length, room;
+} JsonText;
+
+static inline void json_text_reserve(JsonText* t, size_t more)
+{
+    if (t->length + more + 1 <= t->room) return;
+    t->room = 2 * (t->length + more + 1);
+    t->text = (char*)realloc(t->text, t->room);
+    ENSURE(t->text != nullptr, "out of host memory: %zu bytes asked for a JSON text", t->room);
+}
+
+FORMAT(2, 3) static inline void json_text_add(JsonText* t, const char* fmt, ...)
+{
+    va_list args, again;
+    va_start(args, fmt);
+    va_copy(again, args);
+    int need = vsnprintf(nullptr, 0, fmt, args);
+    ENSURE(need >= 0, "a JSON text cannot be formatted: %s", strerror(errno));
+    json_text_reserve(t, (size_t)need);
+    vsnprintf(t->text + t->length, (size_t)need + 1, fmt, again);
+    t->length += (size_t)need;
+    va_end(args);
+    va_end(again);
+}
+
+/* "text" with its escapes, the least that JSON asks for */
+static inline void json_text_quote(JsonText* t, const char* text)
+{
+    json_text_add(t, "\"");
+    for (const unsigned char* c = (const unsigned char*)text; *c != 0; c++) {
+        const char* short_form = *c == '"' ? "\\\"" : *c == '\\' ? "\\\\" : *c == '\b' ? "\\b" : *c == '\f' ? "\\f" :
+                                 *c == '\n' ? "\\n" : *c == '\r' ? "\\r" : *c == '\t' ? "\\t" : nullptr;
+        if (short_form != nullptr) json_text_add(t, "%s", short_form);
+        else if (*c < 0x20) json_text_add(t, "\\u%04x", *c);
+        else json_text_add(t, "%c", *c);
+    }
+    json_text_add(t, "\"");
+}
+
+static inline void json_text_free(JsonText* t)
+{
+    free(t->text);
+    memset(t, 0, sizeof *t);
+}
+
+/* ---------------------------------------------------------------- reading */
+
+/* The whole file, with a NUL after it. */
+static inline char* json_read_file(const char* path, size_t* length)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ENSURE(fd >= 0, "%s: cannot be opened: %s", path, strerror(errno));
+    struct stat st;
+    ENSURE(fstat(fd, &st) == 0, "%s: cannot be examined: %s", path, strerror(errno));
+    ENSURE(S_ISREG(st.st_mode), "%s: is not a plain file", path);
+    size_t size = (size_t)st.st_size;
+    char* text = (char*)malloc_checked(size + 1);
+    for (*length = 0; *length < size;) {
+        ssize_t n = read(fd, text + *length, size - *length);
+        if (n < 0 && errno == EINTR) continue;
+        ENSURE(n > 0, "%s: reading failed at byte %zu of %zu: %s", path, *length, size,
+               n < 0 ? strerror(errno) : "the file became shorter");
+        *length += (size_t)n;
+    }
+    close(fd);
+    text[size] = 0;
+    return text;
+}
+
+static inline cJSON* json_parse(const char* text, size_t length, const char* file)
+{
+    ENSURE(memchr(text, 0, length) == nullptr, "%s: holds a zero byte at byte %zu, JSON has none; the file is damaged",
+           file, strlen(text));
+    const char* end = nullptr;
+    cJSON* root = cJSON_ParseWithOpts(text, &end, 1);
+    if (root != nullptr) return root;
+    if (end == nullptr) end = text;
+    size_t line = 1, column = 1;
+    for (const char* c = text; c < end; c++) {
+        line += *c == '\n';
+        column = *c == '\n' ? 1 : column + 1;
+    }
+    if (*end == 0) die("%s: line %zu, column %zu: the JSON ends too early; the file was cut short", file, line, column);
+    die("%s: line %zu, column %zu: not valid JSON at \"%.*s\"; mend it there", file, line, column,
+        (int)strcspn(end, "\n") < 24 ? (int)strcspn(end, "\n") : 24, end);
+}
+
+static inline cJSON* json_parse_file(const char* path)
+{
+    size_t length;
+    char* text = json_read_file(path, &length);
+    cJSON* root = json_parse(text, length, path);
+    free(text);
+    return root;
+}
+
+static inline const char* json_type_name(const cJSON* item)
+{
+    switch (item->type & 0xff) {
+        case cJSON_NULL:   return "null";
+        case cJSON_Number: return "a number";
+        case cJSON_String: return "a string";
+        case cJSON_Array:  return "a list";
+        case cJSON_Object: return "an object";
+        default:           return "true or false";
+    }
+}
+
+static inline const cJSON* json_get(const cJSON* object, const char* key)
+{
+    return cJSON_GetObjectItemCaseSensitive(object, key);
+}
+
+static inline bool json_has(const cJSON* object, const char* key)
+{
+    const cJSON* item = json_get(object, key);
+    return item != nullptr && !cJSON_IsNull(item);
+}
+
+static inline const cJSON* json_require(const cJSON* object, const char* key, const char* file)
+{
+    ENSURE(cJSON_IsObject(object), "%s: must be a JSON object with the key \"%s\", is %s", file, key,
+           object != nullptr ? json_type_name(object) : "nothing");
+    const cJSON* item = json_get(object, key);
+    ENSURE(item != nullptr, "%s: has no key \"%s\"", file, key);
+    return item;
+}
+
+static inline const cJSON* json_object(const cJSON* object, const char* key, const char* file)
+{
+    const cJSON* item = json_require(object, key, file);
+    ENSURE(cJSON_IsObject(item), "%s: \"%s\" must be an object, is %s", file, key, json_type_name(item));
+    return item;
+}
+
+static inline const cJSON* json_array(const cJSON* object, const char* key, const char* file)
+{
+    const cJSON* item = json_require(object, key, file);
+    ENSURE(cJSON_IsArray(item), "%s: \"%s\" must be a list, is %s", file, key, json_type_name(item));
+    return item;
+}
+
+static inline const char* json_string(const cJSON* object, const char* key, const char* file)
+{
+    const cJSON* item = json_require(object, key, file);
+    ENSURE(cJSON_IsString(item), "%s: \"%s\" must be a string, is %s", file, key, json_type_name(item));
+    return item->valuestring;
+}
+
+static inline bool json_bool(const cJSON* object, const char* key, const char* file)
+{
+    const cJSON* item = json_require(object, key, file);
+    ENSURE(cJSON_IsBool(item), "%s: \"%s\" must be true or false, is %s", file, key, json_type_name(item));
+    return cJSON_IsTrue(item);
+}
+
+static inline double json_float(const cJSON* object, const char* key, double min, double max, const char* file)
+{
+    const cJSON* item = json_require(object, key, file);
+    ENSURE(cJSON_IsNumber(item), "%s: \"%s\" must be a number, is %s", file, key, json_type_name(item));
+    double x = item->valuedouble;
+    ENSURE(x >= min && x <= max && std::isfinite(x), "%s: \"%s\" is %g, must be %g to %g", file, key, x, min, max);
+    return x;
+}
+
+static inline long long json_item_int(const cJSON* item, const char* key, long long min, long long max,
+                                      const char* file)
+{
+    ENSURE(cJSON_IsNumber(item), "%s: \"%s\" must be a whole number, is %s", file, key, json_type_name(item));
+    double x = item->valuedouble;
+    ENSURE(std::fabs(x) <= (double)JSON_MAX_INT && x == std::floor(x), "%s: \"%s\" is %.17g, must be a whole number of "
+           "at most 2^53", file, key, x);
+    ENSURE((long long)x >= min && (long long)x <= max, "%s: \"%s\" is %lld, must be %lld to %lld", file, key,
+           (long long)x, min, max);
+    return (long long)x;
+}
+
+static inline long long json_int(const cJSON* object, const char* key, long long min, long long max, const char* file)
+{
+    return json_item_int(json_require(object, key, file), key, min, max, file);
+}
+
+static inline long long json_int_or(const cJSON* object, const char* key, long long fallback, long long min,
+                                    long long max, const char* file)
+{
+    return json_has(object, key) ? json_int(object, key, min, max, file) : fallback;
+}
+
+static inline double json_float_or(const cJSON* object, const char* key, double fallback, double min, double max,
+                                   const char* file)
+{
+    return json_has(object, key) ? json_float(object, key, min, max, file) : fallback;
+}
+
+static inline const char* json_string_or(const cJSON* object, const char* key, const char* fallback, const char* file)
+{
+    return json_has(object, key) ? json_string(object, key, file) : fallback;
+}
+
+static inline bool json_bool_or(const cJSON* object, const char* key, bool fallback, const char* file)
+{
+    return json_has(object, key) ? json_bool(object, key, file) : fallback;
+}
+
+/* ---------------------------------------------------------------- writing */
+
+static inline cJSON* json_new_object()
+{
+    cJSON* object = cJSON_CreateObject();
+    ENSURE(object != nullptr, "out of host memory for a JSON object");
+    return object;
+}
+
+static inline cJSON* json_added(cJSON* item, const char* key)
+{
+    ENSURE(item != nullptr, "out of host memory for the JSON key \"%s\"", key);
+    return item;
+}
+
+static inline void json_add_int(cJSON* object, const char* key, long long x)
+{
+    ENSURE(x >= -JSON_MAX_INT && x <= JSON_MAX_INT, "\"%s\" is %lld, JSON holds whole numbers up to 2^53 only", key, x);
+    json_added(cJSON_AddNumberToObject(object, key, (double)x), key);
+}
+
+static inline void json_add_float(cJSON* object, const char* key, double x)     // NaN and Inf become null
+{
+    json_added(cJSON_AddNumberToObject(object, key, x), key);
+}
+
+static inline void json_add_string(cJSON* object, const char* key, const char* x)
+{
+    json_added(cJSON_AddStringToObject(object, key, x), key);
+}
+
+static inline void json_add_bool(cJSON* object, const char* key, bool x)
+{
+    json_added(cJSON_AddBoolToObject(object, key, x), key);
+}
+
+static inline cJSON* json_add_object(cJSON* object, const char* key)
+{
+    return json_added(cJSON_AddObjectToObject(object, key), key);
+}
+
+static inline cJSON* json_add_array(cJSON* object, const char* key)
+{
+    return json_added(cJSON_AddArrayToObject(object, key), key);
+}
+
+static inline void json_text_number(JsonText* t, double x)
+{
+    if (!std::isfinite(x)) { json_text_add(t, "null"); return; }
+    if (x == std::floor(x) && std::fabs(x) <= (double)JSON_MAX_INT) { json_text_add(t, "%.0f", x); return; }
+    char shortest[32];                               // the fewest digits that read back as the same double
+    for (int digits = 6; digits <= 17; digits++) {
+        snprintf(shortest, sizeof shortest, "%.*g", digits, x);
+        if (strtod(shortest, nullptr) == x) break;
+    }
+    json_text_add(t, "%s", shortest);
+}
+
+static inline void json_text_item(JsonText* t, const cJSON* item, int depth)
+{
+    bool is_object = cJSON_IsObject(item);
+    if (cJSON_IsNumber(item)) { json_text_number(t, item->valuedouble); return; }
+    if (cJSON_IsString(item)) { json_text_quote(t, item->valuestring); return; }
+    if (!is_object && !cJSON_IsArray(item)) {
+        json_text_add(t, "%s", cJSON_IsNull(item) ? "null" : cJSON_IsTrue(item) ? "true" : "false");
+        return;
+    }
+    json_text_add(t, is_object ? "{" : "[");
+    for (const cJSON* child = item->child; child != nullptr; child = child->next) {
+        json_text_add(t, "%s\n%*s", child == item->child ? "" : ",", 2 * depth + 2, "");
+        if (is_object) {
+            json_text_quote(t, child->string);
+            json_text_add(t, ": ");
+        }
+        json_text_item(t, child, depth + 1);
+    }
+    if (item->child != nullptr) json_text_add(t, "\n%*s", 2 * depth, "");
+    json_text_add(t, is_object ? "}" : "]");
+}
+
+static inline void json_write_text(const char* path, const char* text, size_t length)
+{
+    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    ENSURE(fd >= 0, "%s: cannot be created: %s", path, strerror(errno));
+    for (size_t done = 0; done < length;) {
+        ssize_t n = write(fd, text + done, length - done);
+        if (n < 0 && errno == EINTR) continue;
+        ENSURE(n > 0, "%s: writing failed at byte %zu of %zu: %s", path, done, length,
+               n < 0 ? strerror(errno) : "nothing was written");
+        done += (size_t)n;
+    }
+    ENSURE(fsync(fd) == 0 && close(fd) == 0, "%s: bringing it to the disk failed: %s", path, strerror(errno));
+}
+
+static inline void json_write_file(const char* path, const cJSON* root)
+{
+    JsonText t = {nullptr, 0, 0};
+    json_text_item(&t, root, 0);
+    json_text_add(&t, "\n");
+    json_write_text(path, t.text, t.length);
+    json_text_free(&t);
+}

@@ -1,0 +1,329 @@
+/* loader.h: which tokens each rank sees at each micro-step, read ahead by a thread.
+ *
+ *   LoaderConfig config = {...};                   sizes, this rank, seed; see the struct
+ *   Loader* l = loader_open(&config, &set);        set: token_set_open of tokens.h, kept open by the caller
+ *   loader_seek(l, position);                      windows used since the run began; 0 without a seek
+ *   loader_next(l, inputs, targets);               the next micro-batch of this rank, (B,T) each; rows that are not
+ *                                                  empty are returned. Blocks until it is read, dies if it cannot be
+ *   loader_position(l)                             windows used by the whole steps so far: what a checkpoint keeps
+ *   loader_batch_windows(l, position)              windows in the global batch that begins there: less than B*G*R only
+ *                                                  where the data end, 0 beyond
+ *   loader_close(l)
+ *   l->num_windows                                 W, in one epoch; l->num_tail_toks tokens of it are in no window
+ *
+ * Windows. Window k of a shard has the inputs k*T .. k*T+T-1 and the targets one further: T+1 tokens, of which
+ * neighbours share one. A window lies in one shard; shards follow one another in the order of the set.
+ * With whole_tail (for validation) a last, shorter window takes the rest of each shard, so that every token but each
+ * shard's first is a target once; without it the rest is left out.
+ *
+ * Order. p counts windows since the run began; p / W is the epoch, and window order(p % W) of the data comes at p. With
+ * shuffle, order is a permutation of 0..W-1 drawn from (seed, epoch) alone: nothing of it is stored (loader_permute).
+ * Optimizer step s holds the global batch of positions [s*B*G*R, (s+1)*B*G*R): it may begin in one epoch and end in the
+ * next. Position i within it belongs to micro-step g, rank r, row b with i = (g*R + r)*B + b. So B, G and R may change
+ * between two runs as long as B*G*R does not, and a changed B*G*R goes on from the same position with the same stream.
+ *
+ * End. At limit_windows, if it is not 0, the data end: later rows are empty, inputs 0 and targets -1, which no loss
+ * counts. Training for E epochs sets E*W; validation sets W, shuffle off, and its last batch is as short as it comes.
+ *
+ * Not handled: windows across shards, documents of varying length, packing. */
+#pragma once
+#include <pthread.h>
+#include "tokens.h"
+
+typedef struct {
+    const char* flag;            // the option that named the data, for messages: "--data"
+    size_t B, T, G, R, rank;     // rows per micro-batch, tokens per row, micro-steps, ranks, this rank
+    size_t V;                    // ids at or above it are refused
+    size_t limit_windows;        // 0: no end
+    unsigned long long seed;
+    bool shuffle;
+    bool whole_tail;
+} LoaderConfig;
+
+#define LOADER_SLOTS 4           // micro-batches read ahead
+#define LOADER_OPEN_FILES 256    // shards kept open; file i uses place i % LOADER_OPEN_FILES
+
+typedef struct {
+    int* inputs;                 // (B,T)
+    int* targets;                // (B,T)
+    size_t num_rows;             // rows that are not empty
+    bool failed;                 // then loader.error says why
+} LoaderSlot;
+
+typedef struct {
+    LoaderConfig config;
+    const TokenSet* set;
+    size_t* first_window;        // (num_files + 1) windows before each file; the last is W
+    size_t num_windows;          // W
+    size_t num_tail_toks;        // tokens that are neither input nor target in any window
+    size_t start;                // position at the last seek
+    size_t num_taken;            // micro-batches handed out since
+    int* row;                    // (T+1) one window as it is read
+    int open_fd[LOADER_OPEN_FILES];
+    size_t open_file[LOADER_OPEN_FILES];
+    char error[TOKENS_ERROR_BYTES];
+    pthread_t thread;            // the fields below are shared with it, under the lock
+    bool thread_runs, stop;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    size_t num_read;             // micro-batches read since the last seek; num_read - num_taken slots are full
+    size_t num_seeks;            // a micro-batch that was being read during a seek is thrown away
+    LoaderSlot slots[LOADER_SLOTS];
+} Loader;
+
+/* ---------------------------------------------------------------- order */
+
+/* splitmix64 (Steele, Lea, Flood 2014): 64 well mixed bits from any 64 */
+static inline uint64_t loader_mix(uint64_t x)
+{
+    x += 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+/* Where the permutation of 0..n-1 for (seed, epoch) sends x, in constant memory: a Feistel network of 8 rounds permutes
+ * the numbers of 2h bits, h the least with 4^h >= n, and is applied again until the result is below n (Black & Rogaway
+ * 2002, "cycle walking"). At most 4 times n numbers are walked, so 4 applications are expected at worst. In NumPy:
+ *   mix as above on uint64;  key = mix(mix(seed) + epoch);  a, b = x >> h, x & (2**h - 1)
+ *   for i in range(8): a, b = b, a ^ (mix(key + (i << 56) + b) >> (64 - h))
+ *   x = a << h | b, repeated while x >= n */
+static inline uint64_t loader_permute(uint64_t x, uint64_t n, uint64_t seed, uint64_t epoch)
+{
+    int h = 1;
+    while (h < 32 && (uint64_t)1 << 2 * h < n) h++;
+    uint64_t mask = ((uint64_t)1 << h) - 1;
+    uint64_t key = loader_mix(loader_mix(seed) + epoch);
+    do {
+        uint64_t a = x >> h, b = x & mask;
+        for (uint64_t i = 0; i < 8; i++) {
+            uint64_t next = a ^ (loader_mix(key + (i << 56) + b) >> (64 - h));
+            a = b;
+            b = next;
+        }
+        x = a << h | b;
+    } while (x >= n);
+    return x;
+}
+
+/* Index in the data of the window at position p of the run. */
+static inline size_t loader_window_at(const Loader* l, size_t p)
+{
+    size_t epoch = p / l->num_windows, x = p % l->num_windows;
+    return l->config.shuffle ? loader_permute(x, l->num_windows, l->config.seed, epoch) : x;
+}
+
+/* ---------------------------------------------------------------- reading */
+
+/* Fills the slot's error instead of dying: the thread must not take the ranks down while the program talks to MPI. */
+static inline int loader_file(Loader* l, size_t file_idx)
+{
+    size_t place = file_idx % LOADER_OPEN_FILES;
+    if (l->open_fd[place] >= 0 && l->open_file[place] == file_idx) return l->open_fd[place];
+    if (l->open_fd[place] >= 0) close(l->open_fd[place]);
+    const char* path = l->set->files[file_idx].path;
+    l->open_file[place] = file_idx;
+    l->open_fd[place] = open(path, O_RDONLY | O_CLOEXEC);
+    if (l->open_fd[place] < 0) {
+        snprintf(l->error, sizeof l->error, "%s: cannot be opened any more: %s; it was there when the run began",
+                 path, strerror(errno));
+    }
+    return l->open_fd[place];
+}
+
+static inline void loader_empty_row(int* inputs, int* targets, size_t from, size_t T)
+{
+    for (size_t t = from; t < T; t++) {
+        inputs[t] = 0;
+        targets[t] = -1;
+    }
+}
+
+static inline bool loader_read_window(Loader* l, size_t window_idx, int* inputs, int* targets)
+{
+    size_t low = 0, high = l->set->num_files;         // the file with first_window[low] <= window_idx < [low + 1]
+    while (high - low > 1) {
+        size_t middle = low + (high - low) / 2;
+        if (l->first_window[middle] <= window_idx) low = middle;
+        else high = middle;
+    }
+    const TokenFile* file = &l->set->files[low];
+    size_t T = l->config.T, first = (window_idx - l->first_window[low]) * T;
+    size_t num_targets = file->num_toks - 1 - first < T ? file->num_toks - 1 - first : T;
+    int fd = loader_file(l, low);
+    if (fd < 0 || !token_file_read(file, fd, first, num_targets + 1, l->config.V, l->row, l->error)) return false;
+    for (size_t t = 0; t < num_targets; t++) {
+        inputs[t] = l->row[t];
+        targets[t] = l->row[t + 1];
+    }
+    loader_empty_row(inputs, targets, num_targets, T);
+    return true;
+}
+
+/* Micro-batch m since the position `start`, as this rank sees it. */
+static inline void loader_read_slot(Loader* l, LoaderSlot* slot, size_t start, size_t m)
+{
+    const LoaderConfig* c = &l->config;
+    size_t batch_start = start + m / c->G * (c->B * c->G * c->R);
+    size_t first = batch_start + (m % c->G * c->R + c->rank) * c->B;
+    slot->num_rows = 0;
+    slot->failed = false;
+    for (size_t b = 0; b < c->B; b++) {
+        int* inputs = slot->inputs + b * c->T;
+        int* targets = slot->targets + b * c->T;
+        if (c->limit_windows != 0 && first + b >= c->limit_windows) {
+            loader_empty_row(inputs, targets, 0, c->T);
+            continue;
+        }
+        if (!loader_read_window(l, loader_window_at(l, first + b), inputs, targets)) {
+            slot->failed = true;
+            return;
+        }
+        slot->num_rows++;
+    }
+}
+
+static inline void* loader_thread(void* argument)
+{
+    Loader* l = (Loader*)argument;
+    pthread_mutex_lock(&l->lock);
+    for (;;) {
+        while (!l->stop && l->num_read - l->num_taken == LOADER_SLOTS) pthread_cond_wait(&l->changed, &l->lock);
+        if (l->stop) break;
+        size_t seek = l->num_seeks, start = l->start, m = l->num_read;
+        LoaderSlot* slot = &l->slots[m % LOADER_SLOTS];
+        pthread_mutex_unlock(&l->lock);
+        loader_read_slot(l, slot, start, m);
+        pthread_mutex_lock(&l->lock);
+        if (seek != l->num_seeks) continue;           // read for a position that nobody wants any more
+        l->num_read++;
+        pthread_cond_broadcast(&l->changed);
+        while (slot->failed && !l->stop && seek == l->num_seeks) pthread_cond_wait(&l->changed, &l->lock);
+    }
+    pthread_mutex_unlock(&l->lock);
+    return nullptr;
+}
+
+/* ---------------------------------------------------------------- the caller's side */
+
+static inline size_t loader_file_windows(const TokenFile* file, size_t T, bool whole_tail)
+{
+    if (file->num_toks < 2) return 0;
+    return whole_tail ? (file->num_toks - 1 + T - 1) / T : (file->num_toks - 1) / T;
+}
+
+static inline void loader_count_windows(Loader* l)
+{
+    const LoaderConfig* c = &l->config;
+    l->first_window = (size_t*)malloc_checked((l->set->num_files + 1) * sizeof(size_t));
+    size_t longest_toks = 0;
+    for (size_t i = 0; i < l->set->num_files; i++) {
+        const TokenFile* file = &l->set->files[i];
+        ENSURE(file->vocab_size <= c->V, "%s: was made with a vocabulary of %zu ids (byte 16), the model has %zu rows; "
+               "make it again with the model's tokenizer, or choose the model to fit", file->path, file->vocab_size,
+               c->V);
+        size_t windows = loader_file_windows(file, c->T, c->whole_tail);
+        size_t used = windows == 0 ? 0 : windows * c->T + 1;
+        l->first_window[i] = l->num_windows;
+        l->num_windows += windows;
+        l->num_tail_toks += file->num_toks > used ? file->num_toks - used : 0;
+        if (file->num_toks > longest_toks) longest_toks = file->num_toks;
+    }
+    l->first_window[l->set->num_files] = l->num_windows;
+    ENSURE(l->num_windows > 0, "%s: %s%s has %zu tokens, one window of --seq-len %zu needs %zu in one file; give more "
+           "data, or a --seq-len of at most %zu", c->flag, l->set->files[0].path,
+           l->set->num_files > 1 ? " and the other shards: the longest" : "", longest_toks, c->T,
+           c->whole_tail ? 2 : c->T + 1, longest_toks > 1 ? longest_toks - 1 : 0);
+}
+
+static inline Loader* loader_open(const LoaderConfig* config, const TokenSet* set)
+{
+    ENSURE(config->B > 0 && config->T > 0 && config->G > 0 && config->R > 0 && config->rank < config->R,
+           "%s: %zu rows of %zu tokens, %zu micro-steps, rank %zu of %zu: all must be at least 1", config->flag,
+           config->B, config->T, config->G, config->rank, config->R);
+    Loader* l = (Loader*)malloc_checked(sizeof *l);
+    memset(l, 0, sizeof *l);
+    l->config = *config;
+    l->set = set;
+    loader_count_windows(l);
+    size_t slot_elems = config->B * config->T;
+    for (int i = 0; i < LOADER_SLOTS; i++) {
+        l->slots[i].inputs = (int*)malloc_checked(slot_elems * sizeof(int));
+        l->slots[i].targets = (int*)malloc_checked(slot_elems * sizeof(int));
+    }
+    l->row = (int*)malloc_checked((config->T + 1) * sizeof(int));
+    for (int i = 0; i < LOADER_OPEN_FILES; i++) l->open_fd[i] = -1;
+    pthread_mutex_init(&l->lock, nullptr);
+    pthread_cond_init(&l->changed, nullptr);
+    return l;
+}
+
+static inline void loader_seek(Loader* l, size_t position)
+{
+    pthread_mutex_lock(&l->lock);
+    l->start = position;
+    l->num_read = 0;
+    l->num_taken = 0;
+    l->num_seeks++;
+    pthread_cond_broadcast(&l->changed);
+    pthread_mutex_unlock(&l->lock);
+}
+
+static inline size_t loader_next(Loader* l, int* inputs, int* targets)
+{
+    if (!l->thread_runs) {
+        int result = pthread_create(&l->thread, nullptr, loader_thread, l);
+        ENSURE(result == 0, "%s: the thread that reads ahead cannot be started: %s", l->config.flag, strerror(result));
+        l->thread_runs = true;
+    }
+    pthread_mutex_lock(&l->lock);
+    while (l->num_read == l->num_taken) pthread_cond_wait(&l->changed, &l->lock);
+    const LoaderSlot* slot = &l->slots[l->num_taken % LOADER_SLOTS];
+    pthread_mutex_unlock(&l->lock);
+    ENSURE(!slot->failed, "%s", l->error);
+    size_t slot_bytes = l->config.B * l->config.T * sizeof(int), num_rows = slot->num_rows;
+    memcpy(inputs, slot->inputs, slot_bytes);         // the thread leaves a full slot alone
+    memcpy(targets, slot->targets, slot_bytes);
+    pthread_mutex_lock(&l->lock);
+    l->num_taken++;
+    pthread_cond_broadcast(&l->changed);
+    pthread_mutex_unlock(&l->lock);
+    return num_rows;
+}
+
+static inline size_t loader_batch_windows(const Loader* l, size_t position)
+{
+    size_t batch = l->config.B * l->config.G * l->config.R, limit = l->config.limit_windows;
+    if (limit == 0 || limit >= position + batch) return batch;
+    return limit > position ? limit - position : 0;
+}
+
+static inline size_t loader_position(const Loader* l)
+{
+    size_t position = l->start + l->num_taken / l->config.G * (l->config.B * l->config.G * l->config.R);
+    size_t limit = l->config.limit_windows;
+    return limit != 0 && position > limit ? (l->start > limit ? l->start : limit) : position;
+}
+
+static inline void loader_close(Loader* l)
+{
+    if (l->thread_runs) {
+        pthread_mutex_lock(&l->lock);
+        l->stop = true;
+        pthread_cond_broadcast(&l->changed);
+        pthread_mutex_unlock(&l->lock);
+        pthread_join(l->thread, nullptr);
+    }
+    for (int i = 0; i < LOADER_OPEN_FILES; i++) {
+        if (l->open_fd[i] >= 0) close(l->open_fd[i]);
+    }
+    for (int i = 0; i < LOADER_SLOTS; i++) {
+        free(l->slots[i].inputs);
+        free(l->slots[i].targets);
+    }
+    pthread_mutex_destroy(&l->lock);
+    pthread_cond_destroy(&l->changed);
+    free(l->row);
+    free(l->first_window);
+    free(l);
+}

@@ -1,0 +1,100 @@
+/* run_log.h: OUT/log.jsonl, what plots and tables are made from. One JSON object a line:
+ *   {"run": {"version": ..., "model": ..., one member per flag}}      first, and again at each resume
+ *   {"step": 12, "loss": 3.28251214, "norm": ..., ...}                one a step; units are in the names
+ *   {"step": 12, "val_loss": ..., "val_tokens": ...}                  after a validation
+ * A number that is not finite is written null. Lines are flushed as they are written. On resume from step s the lines of
+ * later steps are dropped, so that the log never holds a step twice. */
+#pragma once
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include "error.h"
+
+typedef struct RunLog {
+    FILE* f;            // null: nothing is logged
+    char path[4096];
+    bool first_member;  // of the object being written
+} RunLog;
+
+static void log_begin(RunLog* log)
+{
+    if (log->f == nullptr) return;
+    fputc('{', log->f);
+    log->first_member = true;
+}
+
+static void log_key(RunLog* log, const char* key)
+{
+    fprintf(log->f, "%s\"%s\": ", log->first_member ? "" : ", ", key);
+    log->first_member = false;
+}
+
+static void log_int(RunLog* log, const char* key, long long value)
+{
+    if (log->f == nullptr) return;
+    log_key(log, key);
+    fprintf(log->f, "%lld", value);
+}
+
+/* Nine significant digits: enough to tell any two fp32 apart. */
+static void log_real(RunLog* log, const char* key, double value)
+{
+    if (log->f == nullptr) return;
+    log_key(log, key);
+    if (std::isfinite(value)) fprintf(log->f, "%.9g", value);
+    else fputs("null", log->f);
+}
+
+static void log_text(RunLog* log, const char* key, const char* value)
+{
+    if (log->f == nullptr) return;
+    log_key(log, key);
+    fputc('"', log->f);
+    for (const unsigned char* p = (const unsigned char*)value; *p; p++) {
+        if (*p == '"' || *p == '\\') fprintf(log->f, "\\%c", *p);
+        else if (*p < 32) fprintf(log->f, "\\u%04x", *p);
+        else fputc(*p, log->f);
+    }
+    fputc('"', log->f);
+}
+
+static void log_end(RunLog* log)
+{
+    if (log->f == nullptr) return;
+    fputs("}\n", log->f);
+    ENSURE(fflush(log->f) == 0, "%s: cannot be written: %s", log->path, strerror(errno));
+}
+
+/* Opens OUT/log.jsonl to append. Lines of steps after `last_step` are dropped first (a resume goes back to a checkpoint);
+ * with last_step < 0 an existing log is refused: nothing is overwritten unasked. */
+static void log_open(RunLog* log, const char* out, long long last_step)
+{
+    *log = RunLog{};
+    snprintf(log->path, sizeof log->path, "%s/log.jsonl", out);
+    FILE* old = fopen(log->path, "r");
+    if (old != nullptr) {
+        ENSURE(last_step >= 0, "%s exists: -o names a run that was; take another folder, or --resume %s to go on with it", log->path, out);
+        char kept_path[4200];
+        snprintf(kept_path, sizeof kept_path, "%s.tmp", log->path);
+        FILE* kept = fopen(kept_path, "w");
+        ENSURE(kept != nullptr, "%s: cannot be written: %s", kept_path, strerror(errno));
+        char* line = nullptr;
+        size_t size = 0;
+        while (getline(&line, &size, old) > 0) {
+            long long step = -1;
+            bool complete = line[strlen(line) - 1] == '\n';
+            if (complete && (sscanf(line, "{\"step\": %lld", &step) != 1 || step <= last_step)) fputs(line, kept);
+        }
+        free(line);
+        fclose(old);
+        ENSURE(fclose(kept) == 0 && rename(kept_path, log->path) == 0, "%s: cannot be written: %s", log->path, strerror(errno));
+    }
+    log->f = fopen(log->path, "a");
+    ENSURE(log->f != nullptr, "%s: cannot be written: %s", log->path, strerror(errno));
+}
+
+static void log_close(RunLog* log)
+{
+    if (log->f != nullptr) fclose(log->f);
+    log->f = nullptr;
+}

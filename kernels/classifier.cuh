@@ -1,0 +1,330 @@
+/* classifier.cuh: softmax, cross-entropy and its gradient in one visit; the gradient replaces the logits.
+ *   loss_n   = log(sum_v exp(z_nv - m_n)) + m_n - z_n,target      m_n = max_v z_nv, over the V real columns
+ *   dlogits  = dloss * (softmax(z) - onehot(target))              columns V..VP-1 are out of the softmax: gradient 0
+ *   a row whose target is negative is not counted: loss 0, gradient 0
+ *   loss_accumulate: sums[0] += number of counted rows, sums[1] += their losses
+ * shapes  logits (rows,VP) floatX; losses (rows) fp32; targets (rows) int; sums (2) double
+ * writes  losses =; logits = dlogits when backward, else untouched; sums +=
+ * needs   1 <= V <= VP, VP % 64 == 0, targets < V
+ * exact   fixed reduction order: same bits on every run and for any number of CPU threads. Sums over V run in fp32 over
+ *         short stretches and in double across them, so a loss over 50257 columns is good to the last bit or two.
+ * cost    forward rows*VP*s bytes, with backward 2*rows*VP*s: a row stays in the cache between its visits
+ * source  in-place gradient as in llm.c; the running maximum is Milakov & Gimelshein 2018, arXiv:1805.02867 */
+#pragma once
+#include <cfloat>
+#include "vec.cuh"
+
+#ifdef DEVICE_CPU
+
+static constexpr int CLASSIFIER_STRETCH = 1024;      // columns summed in fp32 before double takes over
+
+/* The row's tail beyond whole vectors; lanes that are not there are -inf, and so have no part in maximum and sum. */
+SIMD vf classifier_load_tail(const float* p, int lanes)
+{
+    float lane[VF];
+    for (int i = 0; i < VF; i++) lane[i] = i < lanes ? p[i] : -INFINITY;
+    return vf_load(lane);
+}
+
+static float classifier_max_cpu(const float* z, int V)
+{
+    vf m0 = vf_set(-FLT_MAX), m1 = m0;
+    int v = 0;
+    for (; v + 2 * VF <= V; v += 2 * VF) {
+        m0 = vf_max(m0, vf_load(z + v));
+        m1 = vf_max(m1, vf_load(z + v + VF));
+    }
+    for (; v < V; v += VF)
+        m0 = vf_max(m0, v + VF <= V ? vf_load(z + v) : classifier_load_tail(z + v, V - v));
+    return vf_hmax(vf_max(m0, m1));
+}
+
+/* sum_v exp(z - m); with KEEP the exponentials replace z. */
+template <bool KEEP> static double classifier_exp_sum_cpu(float* z, float m, int V)
+{
+    double total = 0.0;
+    for (int start = 0; start < V; start += CLASSIFIER_STRETCH) {
+        const int end = start + CLASSIFIER_STRETCH < V ? start + CLASSIFIER_STRETCH : V;
+        vf sum0 = {}, sum1 = {};
+        int v = start;
+        for (; v + 2 * VF <= end; v += 2 * VF) {
+            const vf e0 = vf_exp(vf_load(z + v) - m), e1 = vf_exp(vf_load(z + v + VF) - m);
+            if (KEEP) vf_store(z + v, e0);
+            if (KEEP) vf_store(z + v + VF, e1);
+            sum0 += e0;
+            sum1 += e1;
+        }
+        for (; v < end; v += VF) {
+            const int lanes = end - v < VF ? end - v : VF;
+            const vf e = vf_exp(classifier_load_tail(z + v, lanes) - m);
+            if (KEEP) vf_store_n(z + v, e, lanes);
+            sum0 += e;
+        }
+        total += (double)vf_sum(sum0 + sum1);
+    }
+    return total;
+}
+
+static void classifier_cpu(float* logits, float* losses, const int* targets, int rows, int V, int VP, float dloss,
+                           bool backward)
+{
+    #pragma omp parallel for
+    for (int row = 0; row < rows; row++) {
+        float* z = logits + (size_t)row * VP;
+        const int target = targets[row];
+        if (target < 0) {
+            losses[row] = 0.0f;
+            if (backward) memset(z, 0, (size_t)VP * sizeof(float));
+            continue;
+        }
+        assert(target < V);
+        const float m = classifier_max_cpu(z, V), z_target = z[target];
+        const double sum = backward ? classifier_exp_sum_cpu<true>(z, m, V) : classifier_exp_sum_cpu<false>(z, m, V);
+        losses[row] = (float)(log(sum) + (double)m - (double)z_target);
+        if (!backward) continue;
+        const float scale = (float)((double)dloss / sum);
+        #pragma omp simd
+        for (int v = 0; v < V; v++) z[v] *= scale;
+        z[target] -= dloss;
+        for (int v = V; v < VP; v++) z[v] = 0.0f;
+    }
+}
+
+static void loss_accumulate_cpu(double* sums, const float* losses, const int* targets, int rows)
+{
+    double num_tokens = 0.0, loss = 0.0;
+    for (int row = 0; row < rows; row++) {
+        if (targets[row] < 0) continue;
+        num_tokens += 1.0;
+        loss += (double)losses[row];
+    }
+    sums[0] += num_tokens;
+    sums[1] += loss;
+}
+
+#else
+
+static constexpr int CLASSIFIER_MAX_BLOCK = 1024;    // few long rows at a time: each is still in L2 for pass two
+
+/* W columns of a row; those from V on read as -inf. */
+template <int W> DEV void classifier_load(float (&x)[W], const floatX* z, int v, int V)
+{
+    load_vec(x, z + v);
+#pragma unroll
+    for (int k = 0; k < W; k++)
+        if (v + k >= V) x[k] = -INFINITY;
+}
+
+/* A block a row. Pass one: each thread's running maximum and sum relative to it. Pass two: the gradient. */
+template <int W> __global__ void __launch_bounds__(CLASSIFIER_MAX_BLOCK)
+classifier_kernel(floatX* logits, float* losses, const int* targets, int V, int VP, float dloss, bool backward)
+{
+    SHARED(float, partial_max, [32]);
+    SHARED(double, partial_sum, [32]);
+    floatX* z = logits + (size_t)blockIdx.x * VP;
+    const int target = targets[blockIdx.x], first = threadIdx.x * W, stride = blockDim.x * W;
+    float x[W];
+    if (target < 0) {
+        if (threadIdx.x == 0) losses[blockIdx.x] = 0.0f;
+#pragma unroll
+        for (int k = 0; k < W; k++) x[k] = 0.0f;
+        for (int v = first; backward && v < VP; v += stride) store_vec(z + v, x);
+        return;
+    }
+    const float z_target = load_f(z[target]);        // read by all before the barrier, overwritten by one after it
+    float m = -FLT_MAX, sum = 0.0f;
+    for (int v = first; v < V; v += stride) {
+        classifier_load(x, z, v, V);
+        float m_new = m;
+#pragma unroll
+        for (int k = 0; k < W; k++) m_new = fmaxf(m_new, x[k]);
+        float stretch = 0.0f;
+#pragma unroll
+        for (int k = 0; k < W; k++) stretch += __expf(x[k] - m_new);
+        sum = sum * __expf(m - m_new) + stretch;
+        m = m_new;
+    }
+    const float row_max = block_max(m, partial_max);
+    const double row_sum = block_sum((double)(sum * __expf(m - row_max)), partial_sum);
+    if (threadIdx.x == 0) losses[blockIdx.x] = (float)(log(row_sum) + (double)row_max - (double)z_target);
+    if (!backward) return;
+    const float scale = (float)((double)dloss / row_sum);
+    for (int v = first; v < VP; v += stride) {
+        classifier_load(x, z, v, V);
+#pragma unroll
+        for (int k = 0; k < W; k++) x[k] = __expf(x[k] - row_max) * scale - (v + k == target ? dloss : 0.0f);
+        store_vec(z + v, x);
+    }
+}
+
+/* One block: the rows of a micro-step are few. */
+__global__ void __launch_bounds__(CLASSIFIER_MAX_BLOCK)
+loss_accumulate_kernel(double* sums, const float* losses, const int* targets, int rows)
+{
+    SHARED(double, partial, [2][32]);
+    double num_tokens = 0.0, loss = 0.0;
+    for (int row = threadIdx.x; row < rows; row += CLASSIFIER_MAX_BLOCK) {
+        if (targets[row] < 0) continue;
+        num_tokens += 1.0;
+        loss += (double)losses[row];
+    }
+    num_tokens = block_sum(num_tokens, partial[0]);
+    loss = block_sum(loss, partial[1]);
+    if (threadIdx.x == 0) {
+        sums[0] += num_tokens;
+        sums[1] += loss;
+    }
+}
+
+static unsigned classifier_block(int VP, int width)
+{
+    const size_t threads = round_up(ceil_div(VP, width), 32);
+    return threads < CLASSIFIER_MAX_BLOCK ? (unsigned)threads : CLASSIFIER_MAX_BLOCK;
+}
+
+#endif
+
+static void classifier(floatX* logits, float* losses, const int* targets, int rows, int V, int VP, float dloss,
+                       bool backward, cudaStream_t stream)
+{
+    ENSURE(1 <= V && V <= VP && VP % 64 == 0, "vocabulary of %d, padded to %d: the padded one must be a multiple of 64",
+           V, VP);
+    ON_CPU(classifier_cpu(logits, losses, targets, rows, V, VP, dloss, backward));
+#ifndef DEVICE_CPU
+    if (is_vec(logits, VP))
+        LAUNCH((classifier_kernel<VEC>), rows, classifier_block(VP, VEC), 0, stream, logits, losses, targets, V, VP,
+               dloss, backward);
+    else
+        LAUNCH((classifier_kernel<1>), rows, classifier_block(VP, 1), 0, stream, logits, losses, targets, V, VP, dloss,
+               backward);
+    CUDA_CHECK(cudaGetLastError());
+#endif
+}
+
+static void loss_accumulate(double* sums, const float* losses, const int* targets, int rows, cudaStream_t stream)
+{
+    ON_CPU(loss_accumulate_cpu(sums, losses, targets, rows));
+#ifndef DEVICE_CPU
+    LAUNCH(loss_accumulate_kernel, 1, CLASSIFIER_MAX_BLOCK, 0, stream, sums, losses, targets, rows);
+    CUDA_CHECK(cudaGetLastError());
+#endif
+}
+
+#ifdef OP_TESTS
+
+template <class R> static void classifier_forward_ref(R* losses, const R* logits, const int* targets, int rows, int V,
+                                                      int VP)
+{
+    for (int row = 0; row < rows; row++) {
+        const R* z = logits + (size_t)row * VP;
+        R m = z[0], sum = 0;
+        for (int v = 1; v < V; v++) m = z[v] > m ? z[v] : m;
+        for (int v = 0; v < V; v++) sum += std::exp(z[v] - m);
+        losses[row] = targets[row] < 0 ? R(0) : std::log(sum) + m - z[targets[row]];
+    }
+}
+
+template <class R> static void classifier_backward_ref(R* dlogits, const R* logits, const int* targets, int rows, int V,
+                                                       int VP, R dloss)
+{
+    for (int row = 0; row < rows; row++) {
+        const R* z = logits + (size_t)row * VP;
+        R* dz = dlogits + (size_t)row * VP;
+        R m = z[0], sum = 0;
+        for (int v = 1; v < V; v++) m = z[v] > m ? z[v] : m;
+        for (int v = 0; v < V; v++) sum += std::exp(z[v] - m);
+        for (int v = 0; v < VP; v++) {
+            const bool counted = v < V && targets[row] >= 0;
+            dz[v] = counted ? (std::exp(z[v] - m) / sum - (v == targets[row] ? 1 : 0)) * dloss : R(0);
+        }
+    }
+}
+
+/* Logits are far from each other (deviation 4) as in a trained model, and lie around -30 or 30, where exp without the
+ * maximum taken off would vanish or overflow. About one target in eight is not counted. */
+static OpInts classifier_test_targets(OpRun* run, int rows, int V)
+{
+    return op_ints(run, "targets", rows, -(V / 8), V);
+}
+
+static void classifier_forward_test(OpRun* run)
+{
+    const int rows = run->dims[0], V = run->dims[1], VP = (int)round_up(V, 64);
+    OpTensor<floatX> logits = op_input<floatX>(run, "logits", (size_t)rows * VP, -30.0, 4.0);
+    OpInts targets = classifier_test_targets(run, rows, V);
+    OpTensor<float> losses = op_output<float>(run, "losses", rows);
+    OP_RUN(run, 1.0 * rows * VP * sizeof(floatX), 0,
+           classifier(logits.dev, losses.dev, targets.dev, rows, V, VP, 1.0f, false, 0));
+    classifier_forward_ref(losses.f64, logits.f64, targets.h, rows, V, VP);
+    classifier_forward_ref(losses.f32, logits.f32, targets.h, rows, V, VP);
+    op_check_step(run, losses, 1.0);
+}
+
+static void classifier_test(OpRun* run)
+{
+    const int rows = run->dims[0], V = run->dims[1], VP = (int)round_up(V, 64);
+    const size_t n = (size_t)rows * VP;
+    const float dloss = 0.25f;
+    OpTensor<floatX> logits = op_inout<floatX>(run, "logits", n, 30.0, 4.0);
+    OpInts targets = classifier_test_targets(run, rows, V);
+    OpTensor<float> losses = op_output<float>(run, "losses", rows);
+    OP_RUN(run, 2.0 * n * sizeof(floatX), 0,
+           classifier(logits.dev, losses.dev, targets.dev, rows, V, VP, dloss, true, 0));
+    classifier_forward_ref(losses.f64, logits.f64, targets.h, rows, V, VP);
+    classifier_forward_ref(losses.f32, logits.f32, targets.h, rows, V, VP);
+    classifier_backward_ref(logits.f64, logits.f64, targets.h, rows, V, VP, (double)dloss);
+    classifier_backward_ref(logits.f32, logits.f32, targets.h, rows, V, VP, dloss);
+    op_check_step(run, losses, 1.0);
+    op_check(run, logits);
+}
+
+static void classifier_slope_test(OpRun* run)
+{
+    const int rows = run->dims[0], V = run->dims[1], VP = (int)round_up(V, 64);
+    OpTensor<floatX> logits = op_input<floatX>(run, "logits", (size_t)rows * VP, 0.0, 2.0);
+    OpInts targets = classifier_test_targets(run, rows, V);
+    OpTensor<float> dlosses = op_input<float>(run, "dlosses", rows, 0.25, 0.0);
+    OpTensor<floatX> dlogits = op_output<floatX>(run, "dlogits", (size_t)rows * VP);
+    double* losses = op_host(run, rows);
+    classifier_backward_ref(dlogits.f64, logits.f64, targets.h, rows, V, VP, 0.25);
+    OP_CHECK_GRAD(run, dlogits, logits, (classifier_forward_ref(losses, logits.f64, targets.h, rows, V, VP),
+                                         op_dot(losses, dlosses.f64, rows)));
+}
+
+static void loss_accumulate_test(OpRun* run)
+{
+    const int rows = run->dims[0];
+    OpTensor<float> losses = op_input<float>(run, "losses", rows, 3.0, 1.0);
+    OpInts targets = classifier_test_targets(run, rows, 64);
+    double truth[2] = {7.0, 2.5};
+    double* sums = (double*)op_bytes(run, "sums", OpKind::INOUT, truth, sizeof truth);
+    OP_RUN(run, 8.0 * rows, 0, loss_accumulate(sums, losses.dev, targets.dev, rows, 0));
+    for (int row = 0; row < rows; row++) {
+        truth[0] += targets.h[row] >= 0;
+        truth[1] += targets.h[row] >= 0 ? losses.f64[row] : 0.0;
+    }
+    const double* ours = (const double*)op_result(run, "sums");
+    op_check_value(run, "num_tokens", ours[0], truth[0], 0.0);
+    op_check_value(run, "sum_losses", ours[1], truth[1], 1e-12 * truth[1]);
+}
+
+static const OpTest classifier_tests[] = {
+    {"classifier_forward", classifier_forward_test, {1, 1}, OpWhen::ALWAYS},
+    {"classifier_forward", classifier_forward_test, {7, 1000}, OpWhen::ALWAYS},
+    {"classifier_forward", classifier_forward_test, {3, 50257}, OpWhen::ALWAYS},
+    {"classifier_forward", classifier_forward_test, {256, 50257}, OpWhen::LARGE},
+    {"classifier", classifier_test, {1, 5}, OpWhen::ALWAYS},
+    {"classifier", classifier_test, {33, 64}, OpWhen::ALWAYS},
+    {"classifier", classifier_test, {9, 1031}, OpWhen::ALWAYS},
+    {"classifier", classifier_test, {2, 50257}, OpWhen::ALWAYS},
+    {"classifier", classifier_test, {128, 50257}, OpWhen::LARGE},
+    {"classifier", classifier_test, {16, 128256}, OpWhen::LARGE},
+    {"classifier_slope", classifier_slope_test, {3, 64}, OpWhen::ALWAYS},
+    {"classifier_slope", classifier_slope_test, {5, 128}, OpWhen::ALWAYS},
+    {"loss_accumulate", loss_accumulate_test, {1}, OpWhen::ALWAYS},
+    {"loss_accumulate", loss_accumulate_test, {5000}, OpWhen::ALWAYS},
+    {"classifier_forward", classifier_forward_test, {1024, 50257}, OpWhen::BENCH},
+    {"classifier", classifier_test, {1024, 50257}, OpWhen::BENCH},
+};
+
+#endif

@@ -1,0 +1,243 @@
+/* gemm.h: the CPU build's own single-precision matrix product.
+ *   C (M,N) = init + op(A) (M,K) * op(B) (K,N)      all row-major; op transposes when asked
+ *   init    is C itself (accumulate), a row added to every row of C (a bias), or zero
+ * how     A tile of MR x NR of C stays in registers while K runs. A is packed once per block, by all threads for all, into panels of MR
+ *         rows; each thread packs one panel of NR columns of B at a time into its nearest cache and runs it against all of A, while the
+ *         next panel's source lines are prefetched. Packing and prefetching are what matters here: with few rows (a micro-batch of 256
+ *         tokens) each weight is used for little arithmetic, and there libraries lose most of their time reading B.
+ * exact   every element of C is summed over k in blocks of KC in ascending order, whatever the number of threads
+ * source  the tiling is that of Goto & van de Geijn 2008 and BLIS; A shared and B streamed by panel is our own choice */
+#pragma once
+#include <cstdint>
+#include <cstdlib>
+#include <omp.h>
+#include <sys/mman.h>
+#include "../../data/error.h"
+#include "simd.h"
+
+#ifdef __AVX512F__
+enum { GEMM_MR = 8 };           // 8 x 3 accumulators + 3 of B + 1 of A in 32 registers
+#else
+enum { GEMM_MR = 4 };           // 4 x 3 + 3 + 1 in 16 registers
+#endif
+enum {
+    GEMM_NV = 3,                // vectors across a tile
+    GEMM_NR = GEMM_NV * VF,
+    GEMM_KC = 256,              // k run in one go: a panel of B, KC x NR, is what stays in the nearest cache
+    GEMM_MB = 1024,             // largest block of A, MB x KB floats: 6 MiB, for the last-level cache
+    GEMM_KB = 6 * GEMM_KC,
+};
+
+static struct { float* a; float* b; int num_threads; } gemm_space;
+
+static float* gemm_alloc(size_t elems)
+{
+    const size_t huge_page_bytes = 2 << 20;
+    size_t bytes = (elems * sizeof(float) + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;
+    float* p = (float*)aligned_alloc(huge_page_bytes, bytes);
+    ENSURE(p != NULL, "cannot allocate %zu bytes for packed matrices", bytes);
+    madvise(p, bytes, MADV_HUGEPAGE);
+    return p;
+}
+
+static void gemm_init()
+{
+    if (gemm_space.a) return;
+    gemm_space.num_threads = omp_get_max_threads();
+    gemm_space.a = gemm_alloc((size_t)GEMM_MB * GEMM_KB);
+    gemm_space.b = gemm_alloc((size_t)gemm_space.num_threads * GEMM_KC * GEMM_NR);
+}
+
+static void gemm_free()
+{
+    free(gemm_space.a);
+    free(gemm_space.b);
+    gemm_space = {};
+}
+
+/* c (MR rows, NV vectors) = init + a * b. b is k-major, ldb apart. a is a packed panel, a[k][MR], or MR rows that are lda apart. */
+template<int NV, bool A_IN_ROWS>
+__attribute__((noinline)) static void gemm_tile(float* c, size_t ldc, const float* init, size_t ld_init, const float* a, size_t lda,
+                                                const float* b, size_t ldb, int K)
+{
+    vf acc[GEMM_MR][NV];
+#pragma GCC unroll 8
+    for (int i = 0; i < GEMM_MR; i++)
+#pragma GCC unroll 3
+        for (int j = 0; j < NV; j++) acc[i][j] = vf_load(init + i * ld_init + j * VF);
+#pragma GCC unroll 4
+    for (int k = 0; k < K; k++, a += A_IN_ROWS ? 1 : GEMM_MR, b += ldb) {
+        vf bk[NV];
+#pragma GCC unroll 3
+        for (int j = 0; j < NV; j++) bk[j] = vf_load(b + j * VF);
+#pragma GCC unroll 8
+        for (int i = 0; i < GEMM_MR; i++) {
+            vf aik = vf_set(a[A_IN_ROWS ? i * lda : i]);
+#pragma GCC unroll 3
+            for (int j = 0; j < NV; j++) acc[i][j] = vf_fma(aik, bk[j], acc[i][j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < GEMM_MR; i++)
+#pragma GCC unroll 3
+        for (int j = 0; j < NV; j++) vf_store(c + i * ldc + j * VF, acc[i][j]);
+}
+
+/* The same for a number of vectors that is known at run time. */
+template<bool A_IN_ROWS>
+static void gemm_tile_any(int num_vectors, float* c, size_t ldc, const float* init, size_t ld_init, const float* a, size_t lda,
+                          const float* b, size_t ldb, int K)
+{
+    switch (num_vectors) {
+    case 1: gemm_tile<1, A_IN_ROWS>(c, ldc, init, ld_init, a, lda, b, ldb, K); break;
+    case 2: gemm_tile<2, A_IN_ROWS>(c, ldc, init, ld_init, a, lda, b, ldb, K); break;
+    default: gemm_tile<3, A_IN_ROWS>(c, ldc, init, ld_init, a, lda, b, ldb, K); break;
+    }
+}
+
+/* A tile that sticks out of C goes through a full-sized copy. */
+static void gemm_tile_edge(int num_vectors, float* c, size_t ldc, const float* init, size_t ld_init,
+                           const float* a, const float* b, int K, int rows, int cols)
+{
+    float tile[GEMM_MR * GEMM_NR] = {};
+    for (int i = 0; i < rows; i++) memcpy(tile + i * GEMM_NR, init + i * ld_init, cols * sizeof(float));
+    gemm_tile_any<false>(num_vectors, tile, GEMM_NR, tile, GEMM_NR, a, 0, b, num_vectors * VF, K);
+    for (int i = 0; i < rows; i++) memcpy(c + i * ldc, tile + i * GEMM_NR, cols * sizeof(float));
+}
+
+SIMD void gemm_transpose4x4(float* dst, size_t ld_dst, const float* src, size_t ld_src)
+{
+    vf4 a, b, c, d;
+    memcpy(&a, src, sizeof a);
+    memcpy(&b, src + ld_src, sizeof b);
+    memcpy(&c, src + 2 * ld_src, sizeof c);
+    memcpy(&d, src + 3 * ld_src, sizeof d);
+    vf4 ab01 = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd01 = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+    vf4 ab23 = __builtin_shufflevector(a, b, 2, 6, 3, 7), cd23 = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    a = __builtin_shufflevector(ab01, cd01, 0, 1, 4, 5);
+    b = __builtin_shufflevector(ab01, cd01, 2, 3, 6, 7);
+    c = __builtin_shufflevector(ab23, cd23, 0, 1, 4, 5);
+    d = __builtin_shufflevector(ab23, cd23, 2, 3, 6, 7);
+    memcpy(dst, &a, sizeof a);
+    memcpy(dst + ld_dst, &b, sizeof b);
+    memcpy(dst + 2 * ld_dst, &c, sizeof c);
+    memcpy(dst + 3 * ld_dst, &d, sizeof d);
+}
+
+/* dst (rows, cols) = transpose of src (cols, rows) */
+static void gemm_transpose(float* dst, size_t ld_dst, const float* src, size_t ld_src, int rows, int cols)
+{
+    for (int col = 0; col < cols; col += 4) {
+        int row = 0;
+        if (col + 4 <= cols)
+            for (; row + 4 <= rows; row += 4)
+                gemm_transpose4x4(dst + row * ld_dst + col, ld_dst, src + col * ld_src + row, ld_src);
+        for (; row < rows; row++)
+            for (int i = col; i < col + 4 && i < cols; i++) dst[row * ld_dst + i] = src[i * ld_src + row];
+    }
+}
+
+/* A panel dst[k][width] for k < K, from a source that holds it k by k (k_major) or column by column. Columns past `cols` become 0. */
+static void gemm_pack(float* dst, int width, const float* src, size_t ld, bool k_major, int K, int cols)
+{
+    if (!k_major) gemm_transpose(dst, width, src, ld, K, cols);
+    else if (cols == width && width % 4 == 0)
+        for (int k = 0; k < K; k++)
+            for (int j = 0; j < width; j += 4) memcpy(dst + k * width + j, src + k * ld + j, sizeof(vf4));
+    else
+        for (int k = 0; k < K; k++) memcpy(dst + k * width, src + k * ld, cols * sizeof(float));
+    if (cols < width)
+        for (int k = 0; k < K; k++) memset(dst + k * width + cols, 0, (width - cols) * sizeof(float));
+}
+
+/* Walks the cache lines of a matrix block, a few at a time. */
+typedef struct { const char* row; size_t ld_bytes; int num_rows, row_bytes, offset; } GemmPrefetch;
+
+SIMD void gemm_prefetch(GemmPrefetch* p, int num_lines)
+{
+    for (; num_lines > 0 && p->num_rows > 0; num_lines--) {
+        __builtin_prefetch(p->row + p->offset, 0, 2);
+        p->offset += 64;
+        if (p->offset >= p->row_bytes) { p->offset = 0; p->row += p->ld_bytes; p->num_rows--; }
+    }
+}
+
+/* A matrix as the caller stores it, transposed or not. */
+typedef struct { const float* p; size_t ld; bool transposed; } GemmOperand;
+
+SIMD const float* gemm_at(GemmOperand x, int row, int col)
+{
+    return x.transposed ? x.p + (size_t)col * x.ld + row : x.p + (size_t)row * x.ld + col;
+}
+
+SIMD GemmPrefetch gemm_prefetch_of(GemmOperand x, int row, int col, int num_rows, int num_cols)
+{
+    if (x.transposed) { int swap = num_rows; num_rows = num_cols; num_cols = swap; }
+    return { (const char*)gemm_at(x, row, col), x.ld * sizeof(float), num_rows, num_cols * (int)sizeof(float), 0 };
+}
+
+/* c (rows, cols) = init + packed A * packed B, tile by tile, with `next` prefetched on the way. */
+static void gemm_panel(float* c, size_t ldc, const float* init, size_t ld_init, const float* a, const float* b,
+                       int rows, int cols, int K, GemmPrefetch next)
+{
+    int num_vectors = (cols + VF - 1) / VF, num_tiles = (rows + GEMM_MR - 1) / GEMM_MR;
+    int num_lines = next.num_rows * ((next.row_bytes + 63) / 64), lines_per_tile = (num_lines + num_tiles - 1) / num_tiles;
+    for (int m = 0; m < rows; m += GEMM_MR, a += GEMM_MR * K, c += GEMM_MR * ldc, init += GEMM_MR * ld_init) {
+        gemm_prefetch(&next, lines_per_tile);
+        if (m + GEMM_MR <= rows && cols == num_vectors * VF)
+            gemm_tile_any<false>(num_vectors, c, ldc, init, ld_init, a, 0, b, num_vectors * VF, K);
+        else
+            gemm_tile_edge(num_vectors, c, ldc, init, ld_init, a, b, K, rows - m < GEMM_MR ? rows - m : GEMM_MR, cols);
+    }
+}
+
+static int gemm_min(int a, int b) { return a < b ? a : b; }
+static int gemm_div_up(int a, int b) { return (a + b - 1) / b; }
+
+/* C (M,N) = A * B, + C (accumulate) or + bias on every row (or null). Called by one thread; works with all. */
+static void gemm(float* C, size_t ldc, GemmOperand A, GemmOperand B, int M, int N, int K, const float* bias, bool accumulate)
+{
+    static const float zeros[GEMM_NR] = {};
+    int kc = gemm_div_up(K, gemm_div_up(K, GEMM_KC)), kb = kc * (GEMM_KB / GEMM_KC);
+    int mb = gemm_div_up(gemm_div_up(M, gemm_div_up(M, GEMM_MB)), GEMM_MR) * GEMM_MR;
+    int num_panels = gemm_div_up(N, GEMM_NR);
+#pragma omp parallel num_threads(gemm_min(omp_get_max_threads(), gemm_space.num_threads))
+    {
+        int num_threads = omp_get_num_threads();
+        float* packed_b = gemm_space.b + (size_t)omp_get_thread_num() * GEMM_KC * GEMM_NR;
+        int row_parts = num_panels >= 4 * num_threads ? 1 : gemm_min(4, gemm_div_up(M, 8 * GEMM_MR));
+        int chunk = num_panels * row_parts / (8 * num_threads) + 1;
+        for (int k0 = 0; k0 < K; k0 += kb)
+            for (int m0 = 0; m0 < M; m0 += mb) {
+                int k1 = gemm_min(k0 + kb, K), rows = gemm_min(mb, M - m0), rows_padded = gemm_div_up(rows, GEMM_MR) * GEMM_MR;
+#pragma omp for collapse(2) schedule(dynamic, 8)
+                for (int k = k0; k < k1; k += kc)
+                    for (int m = 0; m < rows; m += GEMM_MR) {
+                        int num_k = gemm_min(kc, k1 - k);
+                        float* dst = gemm_space.a + (size_t)(k - k0) * rows_padded + (size_t)m * num_k;
+                        gemm_pack(dst, GEMM_MR, gemm_at(A, m0 + m, k), A.ld, A.transposed, num_k,
+                                  gemm_min(GEMM_MR, rows - m));
+                    }
+                int part_rows = gemm_div_up(rows_padded / GEMM_MR, row_parts) * GEMM_MR;
+#pragma omp for schedule(dynamic, chunk)
+                for (int item = 0; item < num_panels * row_parts; item++) {
+                    int n0 = item / row_parts * GEMM_NR, cols = gemm_min(GEMM_NR, N - n0);
+                    int m = item % row_parts * part_rows, num_m = gemm_min(part_rows, rows - m);
+                    if (num_m <= 0) continue;
+                    for (int k = k0; k < k1; k += kc) {
+                        int num_k = gemm_min(kc, k1 - k), width = gemm_div_up(cols, VF) * VF;
+                        gemm_pack(packed_b, width, gemm_at(B, k, n0), B.ld, !B.transposed, num_k, cols);
+                        GemmPrefetch next = {};
+                        if (k + kc < k1) next = gemm_prefetch_of(B, k + kc, n0, gemm_min(kc, k1 - k - kc), cols);
+                        else if (n0 + GEMM_NR < N)
+                            next = gemm_prefetch_of(B, k0, n0 + GEMM_NR, gemm_min(kc, k1 - k0), gemm_min(GEMM_NR, N - n0 - GEMM_NR));
+                        float* c = C + (size_t)(m0 + m) * ldc + n0;
+                        bool first = k == 0;
+                        const float* init = !first || accumulate ? c : bias ? bias + n0 : zeros;
+                        const float* a = gemm_space.a + (size_t)(k - k0) * rows_padded + (size_t)m * num_k;
+                        gemm_panel(c, ldc, init, !first || accumulate ? ldc : 0, a, packed_b, num_m, cols, num_k, next);
+                    }
+                }
+            }
+    }
+}

@@ -1,0 +1,121 @@
+/* simd.h: one float vector type for all CPU code, on GCC's vector extensions, so the same lines compile for SSE, AVX2 and AVX-512.
+ *   vf, vi            VF floats / ints: 16 with AVX-512, 8 with AVX, else 4.  + - * / and comparisons work as on scalars
+ *   vf_load vf_store  any address;  vf_load_n vf_store_n  the first n of VF lanes, for tails (other lanes read as 0, are not written)
+ *   vf_set vf_fma vf_max vf_min vf_select vf_sum vf_hmax
+ *   vf_exp            at most 1.3 ulp off; 0 below -87.33, stays finite above 88.37, NaN stays NaN
+ *   vf_erf            at most 1.2 ulp off
+ *   vf_gelu_tanh vf_gelu_tanh_grad vf_gelu_erf vf_gelu_erf_grad
+ * vf_sum adds the lanes in a fixed tree: results do not depend on threads; in the last bits they depend on VF. */
+#pragma once
+#include <cstring>
+
+#if defined(__AVX512F__)
+#define VF 16
+#elif defined(__AVX__)
+#define VF 8
+#else
+#define VF 4
+#endif
+typedef float vf __attribute__((vector_size(VF * sizeof(float))));
+typedef int vi __attribute__((vector_size(VF * sizeof(int))));
+#define SIMD static inline __attribute__((always_inline))
+
+SIMD vf vf_set(float x) { return x - (vf){}; }      // x - 0 keeps the sign of a zero x, and the compiler sees a broadcast
+SIMD vi vi_set(int x) { return x - (vi){}; }
+SIMD vf vf_load(const float* p) { vf v; memcpy(&v, p, sizeof v); return v; }
+SIMD void vf_store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+SIMD vf vf_load_n(const float* p, int n) { vf v = {}; memcpy(&v, p, (size_t)n * sizeof(float)); return v; }
+SIMD void vf_store_n(float* p, vf v, int n) { memcpy(p, &v, (size_t)n * sizeof(float)); }
+
+SIMD vf vf_fma(vf a, vf b, vf c) { return a * b + c; }      // one instruction under -ffp-contract=fast
+SIMD vf vf_select(vi mask, vf a, vf b) { return mask ? a : b; }
+SIMD vf vf_max(vf a, vf b) { return a < b ? b : a; }        // a NaN in a stays, one in b is dropped
+SIMD vf vf_min(vf a, vf b) { return a > b ? b : a; }
+
+/* The lanes are folded in halves. */
+typedef float vf4 __attribute__((vector_size(16)));
+typedef float vf8 __attribute__((vector_size(32)));
+#define VF8_LOW(v) __builtin_shufflevector(v, v, 0, 1, 2, 3)
+#define VF8_HIGH(v) __builtin_shufflevector(v, v, 4, 5, 6, 7)
+#define VF16_LOW(v) __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7)
+#define VF16_HIGH(v) __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)
+#if VF == 16
+#define VF_FOLD(v, op) vf8 half = op(VF16_LOW(v), VF16_HIGH(v)); vf4 quad = op(VF8_LOW(half), VF8_HIGH(half))
+#elif VF == 8
+#define VF_FOLD(v, op) vf4 quad = op(VF8_LOW(v), VF8_HIGH(v))
+#else
+#define VF_FOLD(v, op) vf4 quad = v
+#endif
+#define OP_ADD(a, b) ((a) + (b))
+#define OP_MAX(a, b) ((a) < (b) ? (b) : (a))
+
+SIMD float vf_sum(vf v)
+{
+    VF_FOLD(v, OP_ADD);
+    return (quad[0] + quad[2]) + (quad[1] + quad[3]);
+}
+
+SIMD float vf_hmax(vf v)
+{
+    VF_FOLD(v, OP_MAX);
+    float a = OP_MAX(quad[0], quad[2]), b = OP_MAX(quad[1], quad[3]);
+    return OP_MAX(a, b);
+}
+
+/* e^x = 2^n * e^r with n = round(x / ln 2) and |r| <= ln2 / 2, where a polynomial does (Cephes expf). Adding 1.5 * 2^23 rounds to an
+ * integer and leaves it in the low bits of the mantissa, from where a shift makes it the exponent of 2^n. */
+SIMD vf vf_exp(vf x)
+{
+    const vf too_small = vf_set(-87.33f), too_large = vf_set(88.37f), round_to_int = vf_set(12582912.0f);
+    vf y = vf_max(vf_min(x, too_large), too_small);
+    vf shifted = y * 1.44269504f + round_to_int, n = shifted - round_to_int;
+    vf r = y - n * 0.693359375f + n * 2.12194440e-4f;       // ln 2 in two parts, the first exact in the product
+    vf p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + (r + 1.0f);
+    vi two_to_n = ((vi)shifted << 23) + 0x3f800000;
+    return vf_select(x < too_small, vf{}, p * (vf)two_to_n);
+}
+
+/* erf by Norbert Juffa's two minimax polynomials: odd in x near 0, 1 - exp(polynomial of |x|) outside. */
+SIMD vf vf_erf(vf x)
+{
+    vf t = x < 0 ? -x : x, s = x * x;
+    vf tail = (-1.72853470e-5f * t + 3.83197126e-4f) * s + (-3.88396438e-3f * t + 2.42546219e-2f);
+    tail = tail * t - 1.06777877e-1f;
+    tail = tail * t - 6.34846687e-1f;
+    tail = tail * t - 1.28717512e-1f;
+    tail = 1.0f - vf_exp(tail * t - t);
+    tail = t > 4.0f ? vf_set(1.0f) : tail;                  // the polynomial is no longer monotonic far out
+    vf near = -5.96761703e-4f * s + 4.99119423e-3f;
+    near = near * s - 2.67681349e-2f;
+    near = near * s + 1.12819925e-1f;
+    near = near * s - 3.76125336e-1f;
+    near = near * s + 1.28379166e-1f;
+    near = near * x + x;
+    return t > 0.927734375f ? (x < 0 ? -tail : tail) : near;
+}
+
+/* gelu(x) = x * s(2u), u = sqrt(2/pi) * (x + 0.044715 x^3), since (1 + tanh u) / 2 is the logistic function s(2u). */
+SIMD vf vf_gelu_tanh(vf x)
+{
+    vf two_u = 1.5957691216f * x * (1.0f + 0.044715f * x * x);
+    return x / (1.0f + vf_exp(-two_u));
+}
+
+SIMD vf vf_gelu_tanh_grad(vf x)
+{
+    x = vf_max(vf_min(x, vf_set(10.0f)), vf_set(-10.0f));       // outside the gradient is 1 or 0 to the last bit
+    vf xx = x * x, e = vf_exp(-1.5957691216f * x * (1.0f + 0.044715f * xx)), s = 1.0f / (1.0f + e);
+    return s + x * (e * s * s) * 1.5957691216f * (1.0f + 0.134145f * xx);       // e * s = 1 - s, without its cancellation
+}
+
+SIMD vf vf_gelu_erf(vf x) { return 0.5f * x * (1.0f + vf_erf(0.70710678f * x)); }
+
+SIMD vf vf_gelu_erf_grad(vf x)
+{
+    return 0.5f * (1.0f + vf_erf(0.70710678f * x)) + x * 0.39894228f * vf_exp(-0.5f * x * x);
+}

@@ -1,0 +1,124 @@
+/* device.cuh: the device this rank runs on: chosen, named, and what it can do at best.
+ * A GPU is one row of gpu_rows: dense peaks from NVIDIA's data sheets (no sparsity), fp32 without TF32. In the CPU build the
+ * peak is measured at start: fused multiply-adds on all threads of the rank. Nothing else asks for a device by name. */
+#pragma once
+#include <ctime>
+#include <sched.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#include "common.cuh"
+#ifdef DEVICE_CPU
+#include "cpu/simd.h"
+#endif
+
+typedef struct Device {
+    char name[96];
+    double peak_flops;        // of floatX per rank; 0 if not known
+    int num_threads;          // host threads per rank
+    size_t memory_bytes;
+} Device;
+
+typedef struct { const char* name; double tensor16_tflops, fp32_tflops, memory_gbps, link_gbps; } GpuRow;
+
+/* The first row whose name is in the card's. 16-bit tensor-core peak with fp32 accumulation, fp32 peak, memory, link. */
+static const GpuRow gpu_rows[] = {
+    {"GB200", 2500, 80, 8000, 900},     {"B200", 2250, 75, 8000, 900},     {"GH200", 989.4, 67, 4900, 450},
+    {"H200", 989.4, 67, 4800, 450},     {"H100 PCIe", 756, 51, 2000, 64},  {"H100", 989.4, 67, 3350, 450},
+    {"A100-SXM", 312, 19.5, 2039, 300}, {"A100", 312, 19.5, 1935, 32},     {"L40S", 362, 91.6, 864, 32},
+    {"L4", 121, 30.3, 300, 32},         {"A10G", 70, 31.5, 600, 32},       {"RTX 4090", 165.2, 82.6, 1008, 32},
+    {"RTX 3090", 71, 35.6, 936, 32},    {"RTX 5090", 209.5, 104.8, 1792, 64}};
+
+static double now_s(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+#ifdef DEVICE_CPU
+/* Twelve independent accumulators hide the latency of any core's multiply-add. */
+__attribute__((noinline)) static vf peak_loop(long repeats)
+{
+    vf acc[12];
+    for (int k = 0; k < 12; k++) acc[k] = vf_set(0.1f * k);
+    const vf factor = vf_set(0.999f), term = vf_set(0.001f);
+    for (long i = 0; i < repeats; i++) {
+        #pragma GCC unroll 12
+        for (int k = 0; k < 12; k++) acc[k] = acc[k] * factor + term;
+    }
+    for (int k = 1; k < 12; k++) acc[0] += acc[k];
+    return acc[0];
+}
+
+/* fp32 multiply-add peak of num_threads threads, in flop/s: the best of three runs of about 10 ms. */
+static double cpu_peak_flops(int num_threads)
+{
+    const long repeats = 1000000;
+    double best_s = 1e30;
+    volatile float sink = 0;
+    for (int run = 0; run < 3; run++) {
+        double start = now_s();
+        #pragma omp parallel num_threads(num_threads)
+        {
+            vf sum = peak_loop(repeats);
+            #pragma omp critical
+            sink = sink + sum[0];
+        }
+        double took = now_s() - start;
+        if (took < best_s) best_s = took;
+    }
+    return 2.0 * 12 * (sizeof(vf) / 4) * repeats * num_threads / best_s;
+}
+#endif
+
+/* Host threads of one of `host_num_ranks` ranks: cores / ranks, never more than the launcher bound this rank to.
+ * OMP_NUM_THREADS wins. */
+static int host_threads(int host_num_ranks)
+{
+    int num_threads = 1;
+#ifdef _OPENMP
+    if (getenv("OMP_NUM_THREADS") != nullptr) return omp_get_max_threads();
+    cpu_set_t set;
+    int bound = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+    num_threads = (int)sysconf(_SC_NPROCESSORS_ONLN) / host_num_ranks;
+    if (num_threads > bound) num_threads = bound;
+    if (num_threads < 1) num_threads = 1;
+    omp_set_num_threads(num_threads);
+#else
+    (void)host_num_ranks;
+#endif
+    return num_threads;
+}
+
+/* Takes the device of this host rank; refuses more ranks than GPUs and cards older than sm_80. */
+static void device_init(Device* d, int host_rank, int host_num_ranks)
+{
+    *d = Device{};
+    d->num_threads = host_threads(host_num_ranks);
+#if defined(DEVICE_CUDA)
+    int count = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    ENSURE(error == cudaSuccess && count > 0, "no CUDA device: %s; `make DEVICE=cpu` builds for this machine", cudaGetErrorString(error));
+    ENSURE(host_num_ranks <= count, "%d ranks on this host, have %d GPUs: start at most one rank per GPU", host_num_ranks, count);
+    CUDA_CHECK(cudaSetDevice(host_rank));
+    cudaDeviceProp prop;
+    CUDA_CHECK(cudaGetDeviceProperties(&prop, host_rank));
+    ENSURE(prop.major >= 8, "%s is sm_%d%d, need sm_80 or newer", prop.name, prop.major, prop.minor);
+    snprintf(d->name, sizeof d->name, "%s", prop.name);
+    for (const GpuRow& row : gpu_rows) {
+        if (strstr(prop.name, row.name) == nullptr) continue;
+        d->peak_flops = (sizeof(floatX) == 2 ? row.tensor16_tflops : row.fp32_tflops) * 1e12;
+        break;
+    }
+#elif defined(DEVICE_EMU)
+    (void)host_rank;
+    snprintf(d->name, sizeof d->name, "emulated GPU");
+#else
+    (void)host_rank;
+    snprintf(d->name, sizeof d->name, "CPU");
+    d->peak_flops = cpu_peak_flops(d->num_threads);
+#endif
+    size_t free_bytes;
+    CUDA_CHECK(cudaMemGetInfo(&free_bytes, &d->memory_bytes));
+}

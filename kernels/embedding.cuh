@@ -1,0 +1,277 @@
+/* embedding.cuh: token rows plus position rows, and the way back.
+ *   out[b,t] = wte[tokens[b,t]] + wpe[t]
+ *   dwte[v] += sum of dout[b,t] over the places where tokens[b,t] == v       dwpe[t] += sum_b(dout[b,t])
+ * shapes  out dout (B,T,C) floatX; tokens (B,T) int; wte (V,C) wpe (T,C) floatX; dwte (V,C) dwpe (T,C) fp32
+ * writes  forward out =; backward dwte +=, dwpe +=
+ * needs   any B, T, C >= 1; tokens within wte (the loader has checked them)
+ * exact   fixed order of additions, no atomics: same bits on every run and for any number of CPU threads
+ * cost    forward 2*B*T*C*s bytes; backward B*T*C*s and twice the fp32 rows touched. On a GPU also about B*T reads of
+ *         tokens per distinct token, which grows with the square of B*T
+ * source  llm.c sorts tokens into buckets on the host; here the first place of a token does the work for all of them */
+#pragma once
+#include "vec.cuh"
+
+#ifdef DEVICE_CPU
+#include <omp.h>
+
+static void embedding_forward_cpu(float* out, const int* tokens, const float* wte, const float* wpe, int B, int T,
+                                  int C)
+{
+    #pragma omp parallel for
+    for (int n = 0; n < B * T; n++) {
+        float* row = out + (size_t)n * C;
+        const float* token_row = wte + (size_t)tokens[n] * C;
+        const float* position_row = wpe + (size_t)(n % T) * C;
+        #pragma omp simd
+        for (int c = 0; c < C; c++) row[c] = token_row[c] + position_row[c];
+    }
+}
+
+/* Rows collide, columns do not: each thread takes a range of columns, whole cache lines of them, through all rows. */
+static void embedding_backward_cpu(float* dwte, float* dwpe, const float* dout, const int* tokens, int B, int T, int C)
+{
+    #pragma omp parallel
+    {
+        const size_t num_lines = ceil_div(C, 16), num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const int first = (int)(num_lines * thread / num_threads * 16);
+        const int end_line = (int)(num_lines * (thread + 1) / num_threads * 16), end = end_line < C ? end_line : C;
+        for (int t = 0; t < T; t++) {
+            for (int b = 0; b < B; b++) {
+                const size_t n = (size_t)b * T + t;
+                float* token_row = dwte + (size_t)tokens[n] * C;
+                #pragma omp simd
+                for (int c = first; c < end; c++) {
+                    token_row[c] += dout[n * C + c];
+                    dwpe[(size_t)t * C + c] += dout[n * C + c];
+                }
+            }
+        }
+    }
+}
+
+#else
+
+static constexpr int EMBEDDING_BLOCK = 256;
+static constexpr int EMBEDDING_WARPS = EMBEDDING_BLOCK / 32;
+static constexpr int EMBEDDING_LOOKS = 4;            // tokens a thread compares between two barriers
+static constexpr int EMBEDDING_CHUNK = EMBEDDING_BLOCK * EMBEDDING_LOOKS;
+
+/* A block a row. */
+template <int W> __global__ void __launch_bounds__(EMBEDDING_BLOCK)
+embedding_forward_kernel(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe, int T, int C)
+{
+    const size_t n = blockIdx.x, t = n % (size_t)T, token = (size_t)tokens[n];
+    for (int c = threadIdx.x * W; c < C; c += blockDim.x * W) {
+        float x[W], position[W];
+        load_vec(x, wte + token * C + c);
+        load_vec(position, wpe + t * C + c);
+#pragma unroll
+        for (int k = 0; k < W; k++) x[k] += position[k];
+        store_vec(out + n * C + c, x);
+    }
+}
+
+template <int W> __global__ void __launch_bounds__(EMBEDDING_BLOCK)
+embedding_backward_wpe_kernel(float* dwpe, const floatX* dout, int B, int T, int C)
+{
+    const size_t t = blockIdx.x;
+    for (int c = threadIdx.x * W; c < C; c += blockDim.x * W) {
+        float sum[W] = {}, x[W];
+#pragma unroll 4
+        for (int b = 0; b < B; b++) {
+            load_vec(x, dout + ((size_t)b * T + t) * C + c);
+#pragma unroll
+            for (int k = 0; k < W; k++) sum[k] += x[k];
+        }
+        load_vec(x, dwpe + t * C + c);
+#pragma unroll
+        for (int k = 0; k < W; k++) x[k] += sum[k];
+        store_vec(dwpe + t * C + c, x);
+    }
+}
+
+/* Block n asks whether tokens[n] stands further left; if so it is done, mostly after a few looks. If not, the token is
+ * its own: it lists the token's places from n on, a chunk at a time and in order, and adds their rows in registers.
+ * blockIdx.y is the range of columns. */
+template <int W> __global__ void __launch_bounds__(EMBEDDING_BLOCK)
+embedding_backward_wte_kernel(float* dwte, const floatX* dout, const int* tokens, int N, int C)
+{
+    SHARED(unsigned, matches, [EMBEDDING_LOOKS * EMBEDDING_WARPS]);
+    SHARED(int, places, [EMBEDDING_CHUNK]);
+    const int n = blockIdx.x, token = tokens[n], lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (int end = n; end > 0; end -= EMBEDDING_CHUNK) {
+        bool found = false;
+        for (int look = 0; look < EMBEDDING_LOOKS; look++) {
+            const int i = end - 1 - look * EMBEDDING_BLOCK - (int)threadIdx.x;
+            if (i >= 0 && tokens[i] == token) found = true;
+        }
+        if (__syncthreads_or(found)) return;
+    }
+    const int c = (blockIdx.y * EMBEDDING_BLOCK + threadIdx.x) * W;
+    float sum[W] = {}, x[W];
+    for (int start = n; start < N; start += EMBEDDING_CHUNK) {
+        bool found = false;
+        for (int look = 0; look < EMBEDDING_LOOKS; look++) {
+            const int i = start + look * EMBEDDING_BLOCK + (int)threadIdx.x;
+            const unsigned mask = __ballot_sync(0xffffffffu, i < N && tokens[i] == token);
+            if (lane == 0) matches[look * EMBEDDING_WARPS + warp] = mask;
+            if (mask != 0) found = true;
+        }
+        if (!__syncthreads_or(found)) continue;
+        int num_places = 0;
+        for (int word = 0; word < EMBEDDING_LOOKS * EMBEDDING_WARPS; word++) {
+            const unsigned mask = matches[word];
+            if (word % EMBEDDING_WARPS == warp && (mask >> lane & 1) != 0)
+                places[num_places + __popc(mask & ((1u << lane) - 1))] = start + word * 32 + lane;
+            num_places += __popc(mask);
+        }
+        __syncthreads();
+        if (c >= C) continue;
+#pragma unroll 4
+        for (int place = 0; place < num_places; place++) {
+            load_vec(x, dout + (size_t)places[place] * C + c);
+#pragma unroll
+            for (int k = 0; k < W; k++) sum[k] += x[k];
+        }
+    }
+    if (c >= C) return;
+    load_vec(x, dwte + (size_t)token * C + c);
+#pragma unroll
+    for (int k = 0; k < W; k++) x[k] += sum[k];
+    store_vec(dwte + (size_t)token * C + c, x);
+}
+
+static unsigned embedding_block(int C, int width)
+{
+    const size_t threads = round_up(ceil_div(C, width), 32);
+    return threads < EMBEDDING_BLOCK ? (unsigned)threads : EMBEDDING_BLOCK;
+}
+
+template <int W> static void embedding_backward_launch(float* dwte, float* dwpe, const floatX* dout, const int* tokens,
+                                                       int B, int T, int C, cudaStream_t stream)
+{
+    LAUNCH((embedding_backward_wpe_kernel<W>), T, embedding_block(C, W), 0, stream, dwpe, dout, B, T, C);
+    CUDA_CHECK(cudaGetLastError());
+    const dim3 grid(B * T, (unsigned)ceil_div(C, EMBEDDING_BLOCK * W));
+    LAUNCH((embedding_backward_wte_kernel<W>), grid, EMBEDDING_BLOCK, 0, stream, dwte, dout, tokens, B * T, C);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+#endif
+
+static void embedding_forward(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe, int B, int T, int C,
+                              cudaStream_t stream)
+{
+    ON_CPU(embedding_forward_cpu(out, tokens, wte, wpe, B, T, C));
+#ifndef DEVICE_CPU
+    if (is_vec(out, C) && is_vec(wte, C) && is_vec(wpe, C))
+        LAUNCH((embedding_forward_kernel<VEC>), B * T, embedding_block(C, VEC), 0, stream, out, tokens, wte, wpe, T, C);
+    else
+        LAUNCH((embedding_forward_kernel<1>), B * T, embedding_block(C, 1), 0, stream, out, tokens, wte, wpe, T, C);
+    CUDA_CHECK(cudaGetLastError());
+#endif
+}
+
+static void embedding_backward(float* dwte, float* dwpe, const floatX* dout, const int* tokens, int B, int T, int C,
+                               cudaStream_t stream)
+{
+    ON_CPU(embedding_backward_cpu(dwte, dwpe, dout, tokens, B, T, C));
+#ifndef DEVICE_CPU
+    if (is_vec(dwte, C) && is_vec(dwpe, C) && is_vec(dout, C))
+        embedding_backward_launch<VEC>(dwte, dwpe, dout, tokens, B, T, C, stream);
+    else
+        embedding_backward_launch<1>(dwte, dwpe, dout, tokens, B, T, C, stream);
+#endif
+}
+
+#ifdef OP_TESTS
+
+template <class R> static void embedding_forward_ref(R* out, const int* tokens, const R* wte, const R* wpe, int B,
+                                                     int T, int C)
+{
+    for (int b = 0; b < B; b++)
+        for (int t = 0; t < T; t++)
+            for (int c = 0; c < C; c++)
+                out[((size_t)b * T + t) * C + c] = wte[(size_t)tokens[b * T + t] * C + c] + wpe[(size_t)t * C + c];
+}
+
+template <class R> static void embedding_backward_ref(R* dwte, R* dwpe, const R* dout, const int* tokens, int B, int T,
+                                                      int C)
+{
+    for (int b = 0; b < B; b++) {
+        for (int t = 0; t < T; t++) {
+            for (int c = 0; c < C; c++) {
+                dwte[(size_t)tokens[b * T + t] * C + c] += dout[((size_t)b * T + t) * C + c];
+                dwpe[(size_t)t * C + c] += dout[((size_t)b * T + t) * C + c];
+            }
+        }
+    }
+}
+
+static void embedding_forward_test(OpRun* run)
+{
+    const int B = run->dims[0], T = run->dims[1], C = run->dims[2], V = run->dims[3];
+    OpInts tokens = op_ints(run, "tokens", (size_t)B * T, 0, V);
+    OpTensor<floatX> wte = op_input<floatX>(run, "wte", (size_t)V * C, 0.0, 1.0);
+    OpTensor<floatX> wpe = op_input<floatX>(run, "wpe", (size_t)T * C, 0.0, 1.0);
+    OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)B * T * C);
+    OP_RUN(run, 2.0 * out.n * sizeof(floatX), 0,
+           embedding_forward(out.dev, tokens.dev, wte.dev, wpe.dev, B, T, C, 0));
+    embedding_forward_ref(out.f64, tokens.h, wte.f64, wpe.f64, B, T, C);
+    op_check_exact(run, out);
+}
+
+/* Sums of grid values are exact, so a row added twice or left out shows. With a period (the fifth size) a token's places
+ * are exactly that far apart, else every second token is one of a few: some lists of places are long and some short. */
+static void embedding_backward_test(OpRun* run)
+{
+    const int B = run->dims[0], T = run->dims[1], C = run->dims[2], V = run->dims[3], period = run->dims[4];
+    const size_t N = (size_t)B * T, num_rows = N < (size_t)V ? N : (size_t)V;
+    OpInts tokens = op_ints(run, "tokens", N, 0, V);
+    for (size_t n = 0; n < N; n++) {
+        if (period > 0) tokens.h[n] = (int)(n % period);
+        else if (n % 2 == 0) tokens.h[n] %= V < 8 ? V : 8;
+    }
+    op_upload(run, "tokens");
+    OpTensor<floatX> dout = op_grid<floatX>(run, "dout", OpKind::INPUT, N * C);
+    OpTensor<float> dwte = op_grid<float>(run, "dwte", OpKind::INOUT, (size_t)V * C);
+    OpTensor<float> dwpe = op_grid<float>(run, "dwpe", OpKind::INOUT, (size_t)T * C);
+    OP_RUN(run, (double)dout.n * sizeof(floatX) + 8.0 * C * (num_rows + T), 0,
+           embedding_backward(dwte.dev, dwpe.dev, dout.dev, tokens.dev, B, T, C, 0));
+    double* out = op_host(run, N * C);
+    embedding_backward_ref(dwte.f64, dwpe.f64, dout.f64, tokens.h, B, T, C);
+    op_check_exact(run, dwte);
+    op_check_exact(run, dwpe);
+    double* wte = op_host(run, dwte.n);              // values do not matter to a linear map
+    double* wpe = op_host(run, dwpe.n);
+    memset(wte, 0, dwte.n * sizeof(double));
+    memset(wpe, 0, dwpe.n * sizeof(double));
+    OpTensor<float> wte_probe = dwte, wpe_probe = dwpe;
+    wte_probe.f64 = wte;
+    wpe_probe.f64 = wpe;
+#define EMBEDDING_OBJECTIVE (embedding_forward_ref(out, tokens.h, wte, wpe, B, T, C), op_dot(out, dout.f64, N * C))
+    if (N * C < 100000) {
+        OP_CHECK_GRAD(run, dwte, wte_probe, EMBEDDING_OBJECTIVE);
+        OP_CHECK_GRAD(run, dwpe, wpe_probe, EMBEDDING_OBJECTIVE);
+    }
+#undef EMBEDDING_OBJECTIVE
+}
+
+static const OpTest embedding_tests[] = {
+    {"embedding_forward", embedding_forward_test, {1, 1, 1, 1}, OpWhen::ALWAYS},
+    {"embedding_forward", embedding_forward_test, {2, 5, 33, 11}, OpWhen::ALWAYS},
+    {"embedding_forward", embedding_forward_test, {3, 17, 768, 300}, OpWhen::ALWAYS},
+    {"embedding_forward", embedding_forward_test, {4, 256, 1600, 5000}, OpWhen::LARGE},
+    {"embedding_backward", embedding_backward_test, {1, 1, 1, 1}, OpWhen::ALWAYS},
+    {"embedding_backward", embedding_backward_test, {3, 7, 5, 4}, OpWhen::ALWAYS},
+    {"embedding_backward", embedding_backward_test, {2, 100, 40, 50}, OpWhen::ALWAYS},
+    {"embedding_backward", embedding_backward_test, {4, 300, 8, 900}, OpWhen::ALWAYS},
+    {"embedding_backward", embedding_backward_test, {1, 9, 2100, 6}, OpWhen::ALWAYS},
+    {"embedding_backward", embedding_backward_test, {5, 220, 4, 1100, 1024}, OpWhen::ALWAYS},
+    {"embedding_backward", embedding_backward_test, {5, 220, 4, 1100, 1025}, OpWhen::ALWAYS},
+    {"embedding_backward", embedding_backward_test, {4, 1024, 771, 2000}, OpWhen::LARGE},
+    {"embedding_forward", embedding_forward_test, {16, 1024, 768, 50257}, OpWhen::BENCH},
+    {"embedding_backward", embedding_backward_test, {16, 1024, 768, 50257}, OpWhen::BENCH},
+};
+
+#endif

@@ -1,0 +1,229 @@
+/* global_norm.cuh: what one rank knows about all its gradients, and a fingerprint of any state.
+ *   global_norm_accumulate: result[0] += sum of grad^2 over finite values    result[1] += number of Inf and NaN
+ *   state_hash_accumulate:  result += sum_i mix(first_idx + i, word_i) mod 2^64
+ * shapes  grad (n) fp32; words32 n 32-bit words of any type; result 2 double, or 1 uint64;
+ *         scratch (global_norm_scratch_elems()) double
+ * writes  result +=, so units and slices follow one another; the caller zeroes it once and all-reduces it at the end
+ * needs   any n; the norm squares in double, so no finite gradient overflows it
+ * exact   norm: fixed order for one n, for any number of CPU threads. Hash: integers, so any order and any cut into
+ *         slices gives the same value: ranks, stages and layouts can be compared by one number.
+ * cost    4*n bytes, judged against memory bandwidth
+ * source  mix is splitmix64's finaliser, Steele, Lea & Flood 2014 */
+#pragma once
+#include <cfloat>
+#include "vec.cuh"
+
+static constexpr int GLOBAL_NORM_PARTS = 1024;
+
+HOSTDEV unsigned long long state_hash_mix(unsigned long long idx, unsigned word)
+{
+    unsigned long long x = (idx + 1) * 0x9e3779b97f4a7c15ull + word * 0xd1342543de82ef95ull;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+}
+
+#ifdef DEVICE_CPU
+
+static void global_norm_accumulate_cpu(double* result, double* scratch, const float* grad, size_t n)
+{
+    const size_t part_elems = round_up(ceil_div(n, GLOBAL_NORM_PARTS), 4096);
+    const size_t num_parts = ceil_div(n, part_elems);
+    #pragma omp parallel for if (num_parts > 1)
+    for (size_t part = 0; part < num_parts; part++) {
+        const float* g = grad + part * part_elems;
+        const int count = (int)(part + 1 < num_parts ? part_elems : n - part * part_elems);
+        double sum = 0.0;
+        int num_finite = 0;
+        #pragma omp simd reduction(+:sum, num_finite)
+        for (int i = 0; i < count; i++) {
+            const bool finite = fabsf(g[i]) <= FLT_MAX;
+            const double x = (double)(finite ? g[i] : 0.0f);
+            sum += x * x;
+            num_finite += finite;
+        }
+        scratch[2 * part] = sum;
+        scratch[2 * part + 1] = (double)(count - num_finite);
+    }
+    for (size_t part = 0; part < num_parts; part++) {
+        result[0] += scratch[2 * part];
+        result[1] += scratch[2 * part + 1];
+    }
+}
+
+static void state_hash_accumulate_cpu(unsigned long long* result, const unsigned* words, size_t n,
+                                      unsigned long long first_idx)
+{
+    unsigned long long sum = 0;
+    #pragma omp parallel for simd reduction(+:sum)
+    for (size_t i = 0; i < n; i++) sum += state_hash_mix(first_idx + i, words[i]);
+    *result += sum;
+}
+
+#else
+
+static constexpr int GLOBAL_NORM_BLOCK = 256;
+
+template <int W> __global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
+global_norm_kernel(double* scratch, const float* grad, size_t n)
+{
+    SHARED(double, partial, [2][32]);
+    double sum = 0.0, num_nonfinite = 0.0;
+    const size_t stride = (size_t)gridDim.x * GLOBAL_NORM_BLOCK * W;
+    size_t i = ((size_t)blockIdx.x * GLOBAL_NORM_BLOCK + threadIdx.x) * W;
+    for (; i < n; i += stride) {
+        float x[W] = {};
+        if (i + W <= n) {
+            load_vec(x, grad + i);
+        } else {
+            for (int k = 0; i + k < n; k++) x[k] = grad[i + k];
+        }
+#pragma unroll
+        for (int k = 0; k < W; k++) {
+            const bool finite = fabsf(x[k]) <= FLT_MAX;
+            sum += finite ? (double)x[k] * (double)x[k] : 0.0;
+            num_nonfinite += finite ? 0.0 : 1.0;
+        }
+    }
+    sum = block_sum(sum, partial[0]);
+    num_nonfinite = block_sum(num_nonfinite, partial[1]);
+    if (threadIdx.x == 0) {
+        scratch[2 * blockIdx.x] = sum;
+        scratch[2 * blockIdx.x + 1] = num_nonfinite;
+    }
+}
+
+__global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
+global_norm_finish_kernel(double* result, const double* scratch, int num_parts)
+{
+    SHARED(double, partial, [2][32]);
+    double sum = 0.0, num_nonfinite = 0.0;
+    for (int part = threadIdx.x; part < num_parts; part += GLOBAL_NORM_BLOCK) {
+        sum += scratch[2 * part];
+        num_nonfinite += scratch[2 * part + 1];
+    }
+    sum = block_sum(sum, partial[0]);
+    num_nonfinite = block_sum(num_nonfinite, partial[1]);
+    if (threadIdx.x == 0) {
+        result[0] += sum;
+        result[1] += num_nonfinite;
+    }
+}
+
+/* Integer atomics: the order in which blocks arrive does not matter. */
+__global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
+state_hash_kernel(unsigned long long* result, const unsigned* words, size_t n, unsigned long long first_idx)
+{
+    unsigned long long sum = 0;
+    const size_t stride = (size_t)gridDim.x * GLOBAL_NORM_BLOCK;
+    for (size_t i = (size_t)blockIdx.x * GLOBAL_NORM_BLOCK + threadIdx.x; i < n; i += stride)
+        sum += state_hash_mix(first_idx + i, words[i]);
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) atomicAdd(result, sum);
+}
+
+static unsigned global_norm_grid(size_t n, int width)
+{
+    const size_t blocks = ceil_div(n, (size_t)GLOBAL_NORM_BLOCK * width);
+    return blocks < GLOBAL_NORM_PARTS ? (unsigned)blocks : GLOBAL_NORM_PARTS;
+}
+
+#endif
+
+static size_t global_norm_scratch_elems() { return 2 * GLOBAL_NORM_PARTS; }
+
+static void global_norm_accumulate(double* result, double* scratch, const float* grad, size_t n, cudaStream_t stream)
+{
+    if (n == 0) return;
+    ON_CPU(global_norm_accumulate_cpu(result, scratch, grad, n));
+#ifndef DEVICE_CPU
+    const bool aligned = is_vec(grad, 4);
+    const unsigned grid = global_norm_grid(n, aligned ? 4 : 1);
+    if (aligned) LAUNCH((global_norm_kernel<4>), grid, GLOBAL_NORM_BLOCK, 0, stream, scratch, grad, n);
+    else LAUNCH((global_norm_kernel<1>), grid, GLOBAL_NORM_BLOCK, 0, stream, scratch, grad, n);
+    CUDA_CHECK(cudaGetLastError());
+    LAUNCH(global_norm_finish_kernel, 1, GLOBAL_NORM_BLOCK, 0, stream, result, scratch, (int)grid);
+    CUDA_CHECK(cudaGetLastError());
+#endif
+}
+
+static void state_hash_accumulate(unsigned long long* result, const void* words32, size_t n,
+                                  unsigned long long first_idx, cudaStream_t stream)
+{
+    if (n == 0) return;
+    ON_CPU(state_hash_accumulate_cpu(result, (const unsigned*)words32, n, first_idx));
+#ifndef DEVICE_CPU
+    LAUNCH(state_hash_kernel, global_norm_grid(n, 4), GLOBAL_NORM_BLOCK, 0, stream, result, (const unsigned*)words32, n,
+           first_idx);
+    CUDA_CHECK(cudaGetLastError());
+#endif
+}
+
+#ifdef OP_TESTS
+
+/* The largest finite float, an infinity and a NaN lie among the gradients where dims[1] says so. */
+static void global_norm_test(OpRun* run)
+{
+    const size_t n = (size_t)run->dims[0];
+    const bool extremes = run->dims[1] != 0;
+    OpTensor<float> grad = op_input<float>(run, "grad", n, 0.0, 1.0);
+    double truth[2] = {3.0, 1.0};
+    double* result = (double*)op_bytes(run, "result", OpKind::INOUT, truth, sizeof truth);
+    double* scratch = op_scratch<double>(run, global_norm_scratch_elems());
+    if (extremes && !run->bench) {
+        float* h_grad = (float*)op_start_bytes(run, "grad");
+        h_grad[0] = INFINITY;
+        h_grad[n / 2] = NAN;
+        h_grad[n - 1] = -FLT_MAX;
+        op_upload(run, "grad");
+        for (size_t i = 0; i < n; i++) grad.f64[i] = h_grad[i];
+    }
+    OP_RUN(run, 4.0 * n, 0, global_norm_accumulate(result, scratch, grad.dev, n, 0));
+    for (size_t i = 0; i < n; i++) {
+        truth[0] += std::isfinite(grad.f64[i]) ? grad.f64[i] * grad.f64[i] : 0.0;
+        truth[1] += !std::isfinite(grad.f64[i]);
+    }
+    const double* ours = (const double*)op_result(run, "result");
+    op_check_value(run, "sum_squares", ours[0], truth[0], 1e-12 * truth[0]);
+    op_check_value(run, "num_nonfinite", ours[1], truth[1], 0.0);
+}
+
+/* In two slices, the later one first: the sum must be that of the whole. */
+static void state_hash_two_slices(unsigned long long* result, const float* words, size_t n)
+{
+    const size_t cut = n / 3;
+    state_hash_accumulate(result, words + cut, n - cut, 1000 + cut, 0);
+    state_hash_accumulate(result, words, cut, 1000, 0);
+}
+
+static void state_hash_test(OpRun* run)
+{
+    const size_t n = (size_t)run->dims[0];
+    OpTensor<float> words = op_input<float>(run, "words", n, 0.0, 1.0);
+    unsigned long long truth = 5;
+    unsigned long long* result = (unsigned long long*)op_bytes(run, "result", OpKind::INOUT, &truth, sizeof truth);
+    OP_RUN(run, 4.0 * n, 0, state_hash_two_slices(result, words.dev, n));
+    const unsigned* h_words = (const unsigned*)op_start_bytes(run, "words");
+    for (size_t i = 0; i < n; i++) truth += state_hash_mix(1000 + i, h_words[i]);
+    const unsigned long long ours = *(const unsigned long long*)op_result(run, "result");
+    op_check_value(run, "hash", ours == truth, 1.0, 0.0);
+    if (n < 2) return;
+    unsigned long long swapped = truth;              // the same words, two of them in each other's place
+    swapped += state_hash_mix(1000, h_words[1]) - state_hash_mix(1000, h_words[0]);
+    swapped += state_hash_mix(1001, h_words[0]) - state_hash_mix(1001, h_words[1]);
+    op_check_value(run, "hash of swapped words", swapped != truth, 1.0, 0.0);
+}
+
+static const OpTest global_norm_tests[] = {
+    {"global_norm", global_norm_test, {1}, OpWhen::ALWAYS},
+    {"global_norm", global_norm_test, {4097}, OpWhen::ALWAYS},
+    {"global_norm", global_norm_test, {10007, 1}, OpWhen::ALWAYS},
+    {"global_norm", global_norm_test, {1100003}, OpWhen::ALWAYS},
+    {"global_norm", global_norm_test, {9000001, 1}, OpWhen::LARGE},
+    {"state_hash", state_hash_test, {1}, OpWhen::ALWAYS},
+    {"state_hash", state_hash_test, {10007}, OpWhen::ALWAYS},
+    {"global_norm", global_norm_test, {124 * 1000 * 1000}, OpWhen::BENCH},
+    {"state_hash", state_hash_test, {124 * 1000 * 1000}, OpWhen::BENCH},
+};
+
+#endif

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Builds and runs every test; the last line is the sum of all: "N passed, N failed, N skipped".
+#   scripts/test.sh [--full] [DEVICE ...]        DEVICE: cpu, emu, cuda; default cpu and emu, and cuda where nvcc is
+# Without a GPU the cuda build is compiled and linked, not run. --full adds the long tests.
+# Each test's own output is kept in build/logs/ and shown when it fails.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+
+full=0
+devices=()
+for arg in "$@"; do
+    case $arg in
+        --full) full=1 ;;
+        cpu | emu | cuda) devices+=("$arg") ;;
+        *) echo "usage: scripts/test.sh [--full] [cpu|emu|cuda ...]" >&2; exit 2 ;;
+    esac
+done
+if [ ${#devices[@]} = 0 ]; then
+    devices=(cpu emu cuda)
+fi
+
+passed=0 failed=0 skipped=0
+logs=build/logs
+mkdir -p "$logs"
+
+# The last "N passed, N failed, N skipped" of a log, in any order and with any of them left out (pytest: errors fail).
+count_of() { grep -oE "[0-9]+ $1" <<< "$2" | tail -n 1 | grep -oE '^[0-9]+' || echo 0; }
+
+# run NAME COMMAND...: one program that counts for itself, or one test if it prints no count.
+run() {
+    local name=$1 log="$logs/$1.log" start=$SECONDS status line p f s
+    shift
+    nice -n 5 "$@" > "$log" 2>&1 < /dev/null
+    status=$?
+    line=$(grep -E '[0-9]+ (passed|failed|skipped|errors?)\b' "$log" | tail -n 1)
+    p=$(count_of passed "$line") f=$(count_of failed "$line") s=$(count_of skipped "$line")
+    f=$((f + $(count_of error "$line")))
+    if [ -z "$line" ] && [ $status = 0 ]; then p=1; fi
+    if [ $status != 0 ] && [ "$f" = 0 ]; then f=1; fi        # it crashed, or failed without counting
+    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
+    printf '%-28s %5d ok %4d failed %4d skipped  %4d s\n' "$name" "$p" "$f" "$s" $((SECONDS - start))
+    if [ "$f" != 0 ]; then
+        echo "--- $log (exit $status)"
+        grep -vE '^ok ' "$log" | tail -n 60
+        echo "---"
+    fi
+    return "$((f != 0))"
+}
+
+skip() {
+    skipped=$((skipped + 1))
+    printf '%-28s skipped: %s\n' "$1" "$2"
+}
+
+have_gpu() { nvidia-smi -L > /dev/null 2>&1; }
+
+# Programs that start ranks of their own kind: those of test_nccl are run at several rank counts.
+run_programs() {
+    local device=$1 program name
+    for program in $(make -s DEVICE="$device" list-tests); do
+        name=$(basename "$program")
+        case $name in
+            test_nccl) for ranks in 1 2 3 4; do run "$device-$name-$ranks" mpirun -np $ranks "$program"; done ;;
+            *) run "$device-$name" "$program" ;;
+        esac
+    done
+}
+
+if ! scripts/setup.sh > "$logs/setup.log" 2>&1; then
+    cat "$logs/setup.log"
+    exit 1
+fi
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_mpi_yield_when_idle=1
+
+run lint make -s lint
+for device in "${devices[@]}"; do
+    if [ "$device" = cuda ] && ! command -v nvcc > /dev/null; then
+        skip cuda-build "no nvcc here"
+        continue
+    fi
+    run "$device-build" make DEVICE="$device" all tests || continue
+    if [ "$device" = cuda ] && ! have_gpu; then
+        skip cuda-run "compiled and linked; no GPU here to run it on"
+        continue
+    fi
+    run_programs "$device"
+    export "TRAIN_GPT_${device^^}=build/$device/train_gpt"
+done
+export TRAIN_GPT_FULL=$full
+run pytest .venv/bin/python -m pytest -q -p no:cacheprovider test
+
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" = 0 ]

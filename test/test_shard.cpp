@@ -1,0 +1,93 @@
+/* test_shard.cpp: who owns which element, for every number of ranks from 1 to 64. No GPU, no MPI.
+ * For random tables of tensors: the slices of a unit tile it; the parts of a tensor in the slices tile the tensor, in order;
+ * packed places of different units do not overlap and fill num_elems / R; logical places do not depend on R. */
+#include "../zero/shard.h"
+
+static int num_passed, num_failed;
+
+static void check(bool ok, const char* what, int R)
+{
+    if (ok) { num_passed++; return; }
+    num_failed++;
+    printf("FAILED %s, R = %d\n", what, R);
+}
+
+static uint64_t random_state = 1;
+static size_t random_below(size_t n)
+{
+    random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
+    return (size_t)(random_state >> 33) % n;
+}
+
+static Tensor* random_table(int num_tensors)
+{
+    Tensor* tensors = (Tensor*)malloc_checked(num_tensors * sizeof(Tensor));
+    int unit = 0;
+    for (int t = 0; t < num_tensors; t++) {
+        if (t > 0 && random_below(3) == 0) unit++;
+        tensors[t] = Tensor{};
+        snprintf(tensors[t].name, sizeof tensors[t].name, "t%d", t);
+        tensors[t].num_dims = 1 + (int)random_below(2);
+        tensors[t].shape[0] = 1 + random_below(300);
+        tensors[t].shape[1] = tensors[t].num_dims == 2 ? 1 + random_below(70) : 1;
+        tensors[t].padded_rows = tensors[t].shape[0] + random_below(64);
+        tensors[t].unit = unit;
+    }
+    return tensors;
+}
+
+static void check_tensor(const Shard* s, const Tensor* t, int R)
+{
+    size_t next = t->first;
+    for (int r = 0; r < R; r++) {
+        Range part = tensor_part(t, shard_slice(s, t->unit, r));
+        if (part.count == 0) continue;
+        check(part.first == next, "parts of a tensor follow one another", R);
+        next = part.first + part.count;
+    }
+    check(next == t->first + tensor_elems(t), "parts of a tensor are the tensor", R);
+    Range unit = s->units[t->unit].range;
+    check(t->first % SHARD_ALIGN_ELEMS == 0, "a tensor is aligned", R);
+    check(t->first >= unit.first && t->first + t->padded_rows * t->shape[1] <= unit.first + unit.count, "a tensor is in its unit", R);
+}
+
+static void check_shard(const Shard* s, int R)
+{
+    size_t next = 0, packed = 0, params = 0;
+    for (int u = 0; u < s->num_units; u++) {
+        check(s->units[u].range.first == next, "units follow one another", R);
+        check(s->units[u].range.count % ((size_t)R * SHARD_ALIGN_ELEMS) == 0, "a unit divides by R", R);
+        for (int r = 0; r < R; r++) {
+            Range slice = shard_slice(s, u, r);
+            check(slice.first == next, "slices of a unit follow one another", R);
+            next = slice.first + slice.count;
+        }
+        check(next == s->units[u].range.first + s->units[u].range.count, "slices of a unit are the unit", R);
+        check(shard_packed_first(s, u) == packed, "packed places follow one another", R);
+        packed += shard_slice(s, u, 0).count;
+    }
+    check(next == s->num_elems && packed == s->num_elems / R, "units fill the flat space", R);
+    for (int t = 0; t < s->num_tensors; t++) {
+        check_tensor(s, &s->tensors[t], R);
+        check(s->tensors[t].logical_first == params, "logical places do not depend on R", R);
+        params += tensor_elems(&s->tensors[t]);
+        if (t > 0 && s->tensors[t].unit == s->tensors[t - 1].unit)
+            check(s->tensors[t].first >= s->tensors[t - 1].first + s->tensors[t - 1].padded_rows * s->tensors[t - 1].shape[1], "tensors do not overlap", R);
+    }
+    check(params == s->num_params, "num_params counts what the files hold", R);
+}
+
+int main(void)
+{
+    for (int R = 1; R <= 64; R++) {
+        for (int table = 0; table < 4; table++) {
+            int num_tensors = 1 + (int)random_below(20);
+            Shard s;
+            shard_build(&s, random_table(num_tensors), num_tensors, R);
+            check_shard(&s, R);
+            shard_free(&s);
+        }
+    }
+    printf("%d passed, %d failed\n", num_passed, num_failed);
+    return num_failed != 0;
+}

@@ -1,0 +1,258 @@
+"""Hand-computed trials: tiny GPT-2 models whose losses, gradients and updates are known on paper.
+
+Z   zero-weight model: the loss is ln V, only column 0 of wte has a gradient
+Z2  two windows, over ranks and micro-steps: means, not sums, not one rank's share
+E   Adam's epsilon, and clipping by the global norm
+W   weight decay and the schedule, with no gradient at all
+D   which window each rank sees, read off the loss
+TIE the tied head: its gradient and the embedding's add up
+X   import and export are byte-equal, for vocabularies on both sides of the padding
+Each at ZeRO stages 0, 1, 2 and 1 to 4 ranks.
+"""
+import json
+
+import init
+import numpy as np
+import pytest
+from util import (built_devices, gpt2_config, model_write, moments, safetensors_header, safetensors_write, shard_write,
+                  train_gpt, weights)
+
+WTE = "transformer.wte.weight"
+STAGES = [0, 1, 2]
+RANKS = [1, 2, 3, 4]
+PLAIN = ["--schedule", "constant", "--warmup", 0, "--weight-decay", 0, "--no-shuffle", "--sample-tokens", 0,
+         "--clip", 0]
+LAYOUTS = [(1, 1, 2), (1, 2, 1), (2, 1, 1), (3, 2, 1), (4, 1, 1), (4, 2, 1)]   # ranks, micro-steps, micro-batch
+
+
+@pytest.fixture(params=built_devices())
+def device(request):
+    return request.param
+
+
+def zero_model(folder, V, C, T, wte=None, ln_f_bias=(), ln_f_weight=0.0):
+    """All tensors 0 but the weights of ln_1 and ln_2, and what is asked for."""
+    config = gpt2_config(V, C, T)
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in init.gpt2_shapes(config).items()}
+    tensors["transformer.h.0.ln_1.weight"][:] = 1
+    tensors["transformer.h.0.ln_2.weight"][:] = 1
+    tensors["transformer.ln_f.weight"][:] = ln_f_weight
+    tensors["transformer.ln_f.bias"][:len(ln_f_bias)] = ln_f_bias
+    if wte is not None:
+        tensors[WTE][:] = wte
+    return model_write(folder, config, tensors)
+
+
+def model_z(tmp_path):
+    return zero_model(tmp_path / "model", V=5, C=4, T=4, ln_f_bias=[1])
+
+
+def shards(tmp_path, tokens, copies):
+    for copy in range(copies):
+        shard_write(tmp_path / "data" / f"train_{copy:06d}.bin", tokens)
+    return tmp_path / "data"
+
+
+def column(gradient, C=4):
+    """(V, C) with the gradient in column 0 and 0 elsewhere."""
+    full = np.zeros((len(gradient), C))
+    full[:, 0] = gradient
+    return full
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_z(tmp_path, device, stage, ranks):
+    model, data = model_z(tmp_path), shards(tmp_path, [0, 1, 1, 2, 3], ranks)
+    run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", 1, "-n", 2, "-l", 0.1, "--save-every", 1, *PLAIN,
+                    ranks=ranks, device=device, out=tmp_path / "run")
+    assert run.series("loss") == pytest.approx([1.609438, 1.534167], abs=2e-6)
+    assert run.series("norm")[0] == pytest.approx(0.418330, abs=2e-6)
+    gradient = column([0.2, -0.3, -0.05, -0.05, 0.2])
+    m, v = moments(run.checkpoint(1))
+    for name in m:
+        expected = gradient if name == WTE else 0
+        assert m[name] == pytest.approx(0.1 * expected, abs=1e-8), name
+        assert v[name] == pytest.approx(0.05 * expected**2 if name == WTE else 0, abs=1e-8), name
+        if name != WTE:
+            assert not m[name].any() and not v[name].any(), f"{name} must have a gradient of exactly 0"
+    assert not m[WTE][:, 1:].any()
+    after = weights(run.checkpoint(1))[WTE]
+    assert after.shape == (5, 4)
+    assert after == pytest.approx(column([-0.1, 0.1, 0.1, 0.1, -0.1]), abs=1e-6)
+
+
+@pytest.mark.parametrize("ranks,grad_accum,micro_batch", LAYOUTS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_z2(tmp_path, device, stage, ranks, grad_accum, micro_batch):
+    copies = max(1, ranks * grad_accum * micro_batch // 2)
+    model, data = model_z(tmp_path), shards(tmp_path, [0, 1, 1, 2, 3, 4, 4, 4, 4], copies)
+    run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", micro_batch, "-g", grad_accum, "-n", 1, "-l", 0.1,
+                    *PLAIN, ranks=ranks, device=device, out=tmp_path / "run")
+    assert run.series("norm")[0] == pytest.approx(0.379144, abs=2e-6)
+    m, _ = moments(run.checkpoint(1))
+    assert m[WTE] == pytest.approx(0.1 * column([0.2, -0.05, 0.075, 0.075, -0.3]), abs=1e-7)
+
+
+@pytest.mark.parametrize("clip,expected", [(0, [-0.0666667, 0.0750000, 0.0333333, 0.0333333, -0.0666667]),
+                                           (0.1, [-0.0323452, 0.0417635, 0.0106762, 0.0106762, -0.0323452])])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_e(tmp_path, device, stage, ranks, clip, expected):
+    model, data = model_z(tmp_path), shards(tmp_path, [0, 1, 1, 2, 3], ranks)
+    run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", 1, "-n", 1, "-l", 0.1, "--eps", 0.1, *PLAIN[:-1], clip,
+                    ranks=ranks, device=device, out=tmp_path / "run")
+    assert run.series("norm")[0] == pytest.approx(0.418330, abs=2e-6)
+    assert weights(run.checkpoint(1))[WTE][:, 0] == pytest.approx(expected, abs=2e-7)
+
+
+def model_w(tmp_path):
+    config = gpt2_config(4, 4, 4)
+    tensors = {name: np.ones(shape, np.float32) for name, shape in init.gpt2_shapes(config).items()}
+    tensors["transformer.ln_f.weight"][:] = 0
+    tensors["transformer.ln_f.bias"][:] = 0
+    return model_write(tmp_path / "model", config, tensors)
+
+
+def assert_decayed(folder, factor):
+    for name, tensor in weights(folder).items():
+        if tensor.ndim == 2:
+            assert tensor == pytest.approx(np.full(tensor.shape, factor), abs=5e-7), name
+        else:
+            assert np.all(tensor == (0 if "ln_f" in name else 1)), f"{name} is 1-D: it must not decay"
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_w_decay(tmp_path, device, stage, ranks):
+    model, data = model_w(tmp_path), shards(tmp_path, [0, 1, 2, 3, 0], ranks)
+    run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", 1, "-n", 2, "-l", 0.1, "--weight-decay", 0.5,
+                    "--warmup", 0, "--schedule", "constant", "--save-every", 1, "--sample-tokens", 0, ranks=ranks,
+                    device=device, out=tmp_path / "run")
+    assert run.series("loss") == pytest.approx([1.386294] * 2, abs=2e-6)
+    assert run.series("norm") == [0, 0]
+    assert_decayed(run.checkpoint(1), 0.95)
+    assert_decayed(run.checkpoint(2), 0.9025)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_w_schedule(tmp_path, device, stage, ranks):
+    model, data = model_w(tmp_path), shards(tmp_path, [0, 1, 2, 3, 0], ranks)
+    flags = ["-d", data, "-z", stage, "-b", 1, "-n", 8, "-l", 0.1, "--min-lr", 0.01, "--warmup", 4, "--weight-decay", 1,
+             "--schedule", "cosine", "--save-every", 4, "--sample-tokens", 0]
+    lrs = [0.025, 0.05, 0.075, 0.1, 0.1, 0.0868198, 0.055, 0.0231802]
+    whole = train_gpt("-m", model, *flags, ranks=ranks, device=device, out=tmp_path / "whole")
+    assert whole.series("lr") == pytest.approx(lrs, abs=1e-7)
+    assert_decayed(whole.checkpoint(4), 0.7711031)
+    assert_decayed(whole.checkpoint(8), 0.5850025)
+    rest = train_gpt("--resume", whole.checkpoint(4), *flags, ranks=ranks, device=device, out=tmp_path / "rest")
+    assert [entry["step"] for entry in rest.log] == [5, 6, 7, 8]
+    assert rest.series("lr") == whole.series("lr")[4:]
+    for name, tensor in weights(whole.checkpoint(8)).items():
+        assert np.array_equal(tensor, weights(rest.checkpoint(8))[name]), name
+
+
+def run_d(tmp_path, device, *args, **kw):
+    """The k of each window of the run, R of them summed in one step: loss = 3.626651 - 0.1 * mean k."""
+    wte = column(0.1 * np.arange(16))
+    model = zero_model(tmp_path / "model", V=16, C=4, T=4, wte=wte, ln_f_bias=[1])
+    data = shards(tmp_path, [0] + [k for k in range(16) for _ in range(4)], 1)
+    flags = ["--resume" if "resume" in kw else "-m", kw.pop("resume", model), "-d", data, "-b", 1, "-l", 0,
+             "--schedule", "constant", "--warmup", 0, "--sample-tokens", 0]
+    run = train_gpt(*flags, *args, device=device, **kw)
+    ks = (3.626651 - np.array(run.series("loss"))) / 0.1 * kw.get("ranks", 1)
+    assert ks == pytest.approx(np.round(ks), abs=1e-3)
+    return [int(k) for k in np.round(ks)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_d_in_order(tmp_path, device, stage):
+    ks = run_d(tmp_path, device, "-n", 20, "-z", stage, "--no-shuffle", out=tmp_path / "run")
+    assert ks == [*range(16), *range(4)]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_d_ranks_in_order(tmp_path, device, stage, ranks):
+    """Windows go round the ranks; with 3 ranks the last of an epoch carries over into the next."""
+    ks = run_d(tmp_path, device, "-n", 16, "-z", stage, "--no-shuffle", ranks=ranks, out=tmp_path / "run")
+    assert ks == [sum((step * ranks + r) % 16 for r in range(ranks)) for step in range(16)]
+
+
+def test_d_shuffled(tmp_path, device):
+    ks = run_d(tmp_path, device, "-n", 48, out=tmp_path / "run")
+    epochs = [ks[0:16], ks[16:32], ks[32:48]]
+    assert all(sorted(epoch) == list(range(16)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0] and epochs[0] != sorted(epochs[0])
+    assert run_d(tmp_path, device, "-n", 16, "-s", 7, out=tmp_path / "seed") != epochs[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_d_ranks_shuffled(tmp_path, device, ranks):
+    """The order depends on the seed alone: ranks share out the same series, and an epoch's mean is 3.626651 - 0.75."""
+    one = run_d(tmp_path, device, "-n", 32, out=tmp_path / "one")
+    many = run_d(tmp_path, device, "-n", 32 // ranks, "-z", 2, ranks=ranks, out=tmp_path / "many")
+    assert many == [sum(one[step * ranks:(step + 1) * ranks]) for step in range(32 // ranks)]
+    assert 3.626651 - 0.1 * sum(many[:16 // ranks]) / 16 == pytest.approx(2.876651, abs=1e-6)
+
+
+@pytest.mark.parametrize("stop", [1, 15, 16, 17, 30])
+def test_d_resume(tmp_path, device, stop):
+    whole = run_d(tmp_path, device, "-n", 34, "--save-every", stop, out=tmp_path / "whole")
+    rest = run_d(tmp_path, device, "-n", 34, resume=tmp_path / "whole" / f"step_{stop:08d}", out=tmp_path / "rest")
+    assert rest == whole[stop:]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_tie(tmp_path, device, stage, ranks):
+    model = zero_model(tmp_path / "model", V=4, C=4, T=2, wte=np.eye(4), ln_f_weight=1)
+    data = shards(tmp_path, [0, 1, 2], ranks)
+    run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", 1, "-n", 1, "-l", 0.1, *PLAIN, ranks=ranks,
+                    device=device, out=tmp_path / "run")
+    assert run.series("loss") == pytest.approx([2.570149], abs=2e-6)
+    assert run.series("norm") == pytest.approx([3.267383], abs=5e-6)
+    m, _ = moments(run.checkpoint(1))
+    assert 10 * m[WTE][0] == pytest.approx([0.645149, -0.925923, 0.140387, 0.140387], abs=5e-6)
+    assert 10 * np.linalg.norm(m[WTE].astype(np.float64)) == pytest.approx(2.053099, abs=5e-6)
+
+
+def random_model(folder, config, prefix="transformer."):
+    rng = np.random.default_rng(0)
+    names = {name.replace("transformer.", prefix): shape for name, shape in init.gpt2_shapes(config).items()}
+    if not config["tie_word_embeddings"]:
+        names["lm_head.weight"] = (config["vocab_size"], config["n_embd"])
+    return model_write(folder, config, {n: rng.standard_normal(s).astype(np.float32) for n, s in names.items()})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("ranks,stage", [(1, 0), (3, 2)])
+@pytest.mark.parametrize("V", [127, 128, 129, 50257, 32000, 128256])
+def test_x(tmp_path, device, V, ranks, stage, tied):
+    if device == "emu" and V > 129:
+        pytest.skip("the copies are the same code as on the CPU")
+    config = gpt2_config(V, 8, 16, L=2, NH=2, tie_word_embeddings=tied, n_inner=24, summary_type="cls_index")
+    model = random_model(tmp_path / "model", config)
+    train_gpt("-m", model, "--export", tmp_path / "export", "-z", stage, ranks=ranks, device=device)
+    before, after = weights(model), weights(tmp_path / "export")
+    assert set(before) == set(after)
+    assert ("lm_head.weight" in after) == (not tied)
+    assert after[WTE].shape == (V, 8)
+    for name in before:
+        assert before[name].tobytes() == after[name].tobytes(), name
+    assert json.loads((tmp_path / "export" / "config.json").read_text()) == config
+    assert safetensors_header(tmp_path / "export" / "model.safetensors")["__metadata__"]["format"] == "pt"
+
+
+def test_x_names_without_prefix(tmp_path, device):
+    """The published GPT-2 files leave `transformer.` out and hold each block's mask, which is no weight."""
+    config = gpt2_config(97, 8, 16)
+    model = random_model(tmp_path / "model", config, prefix="")
+    tensors = weights(model)
+    safetensors_write(model / "model.safetensors", {**tensors, "h.0.attn.bias": np.ones((1, 1, 16, 16), np.float32)})
+    train_gpt("-m", model, "--export", tmp_path / "export", device=device)
+    after = weights(tmp_path / "export")
+    assert {name.removeprefix("transformer.") for name in after} == set(tensors)
+    for name, tensor in after.items():
+        assert tensor.tobytes() == tensors[name.removeprefix("transformer.")].tobytes(), name

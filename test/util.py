@@ -1,0 +1,171 @@
+"""util.py: what the black-box tests share: safetensors and token files, model folders, running train_gpt.
+
+Only NumPy and the standard library. The program under test is the build named by TRAIN_GPT_CPU, TRAIN_GPT_EMU or
+TRAIN_GPT_CUDA (scripts/test.sh sets them), else what lies in build/.
+"""
+import json
+import os
+import pathlib
+import subprocess
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FULL = os.environ.get("TRAIN_GPT_FULL") == "1"
+
+
+# ---- the program ------------------------------------------------------------------------------------------------
+def binary(device):
+    return ROOT / os.environ.get(f"TRAIN_GPT_{device.upper()}", f"build/{device}/train_gpt")
+
+
+def num_gpus():
+    try:
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+        return found.stdout.count("GPU ")
+    except FileNotFoundError:
+        return 0
+
+
+def built_devices():
+    """cpu and emu where they are built, cuda where there is a GPU too."""
+    return [d for d in ("cpu", "emu", "cuda") if binary(d).exists() and (d != "cuda" or num_gpus() > 0)]
+
+
+class Run:
+    """A finished train_gpt: exit code, what it said, its log and its run folder."""
+
+    def __init__(self, process, out):
+        self.code, self.out, self.err, self.folder = process.returncode, process.stdout, process.stderr, out
+
+    @property
+    def log(self):
+        """The step objects of the run log, merged by step."""
+        files = sorted(self.folder.glob("*.jsonl"))
+        assert len(files) == 1, f"{self.folder} holds {[f.name for f in files]}"
+        return read_log(files[0])
+
+    def series(self, key):
+        return [entry[key] for entry in self.log if key in entry]
+
+    def checkpoint(self, step):
+        return self.folder / f"step_{step:08d}"
+
+    @property
+    def complaint(self):
+        """The lines in which the program refuses; mpirun's own words are not among them."""
+        return [line for line in self.err.splitlines() if line.startswith("train_gpt: ")]
+
+
+def read_log(path):
+    steps = {}
+    for line in path.read_text().splitlines():
+        entry = json.loads(line)
+        if "step" in entry:
+            steps.setdefault(entry["step"], {}).update(entry)
+    return [steps[step] for step in sorted(steps)]
+
+
+def command(args, ranks, device, wrapper=()):
+    program = [*wrapper, str(binary(device)), *map(str, args)]
+    if ranks == 1:
+        return program
+    return ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(ranks), *program]
+
+
+def environment(**extra):
+    env = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+               OMPI_MCA_mpi_yield_when_idle="1", OMPI_MCA_btl_vader_single_copy_mechanism="none")
+    env.update(extra)
+    return env
+
+
+def train_gpt(*args, ranks=1, device="cpu", out=None, ok=True, timeout=300, wrapper=(), cwd=ROOT, **env):
+    """Runs the program; with ok it must end with 0, without it must not. Skips what this machine cannot run."""
+    if not binary(device).exists():
+        pytest.skip(f"{device} is not built")
+    if device == "cuda" and ranks > num_gpus():
+        pytest.skip(f"{ranks} ranks need {ranks} GPUs, have {num_gpus()}")
+    if out is not None:
+        args = (*args, "-o", out)
+    process = subprocess.run(command(args, ranks, device, wrapper), capture_output=True, text=True, timeout=timeout,
+                             env=environment(**env), cwd=cwd, stdin=subprocess.DEVNULL)
+    run = Run(process, pathlib.Path(out) if out is not None else None)
+    if ok:
+        assert run.code == 0, f"exit {run.code} of {args}\n{run.out[-2000:]}\n{run.err[-2000:]}"
+    else:
+        assert run.code != 0, f"was not refused: {args}\n{run.out[-2000:]}"
+    return run
+
+
+# ---- safetensors: 8 bytes of header length, a JSON header, the tensors one after another --------------------------
+DTYPES = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "I64": np.int64, "U64": np.uint64, "U8": np.uint8}
+
+
+def safetensors_write(path, tensors, metadata=None):
+    header, offset = {"__metadata__": metadata or {"format": "pt"}}, 0
+    for name, tensor in tensors.items():
+        dtype = next(k for k, v in DTYPES.items() if v == tensor.dtype)
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + tensor.nbytes]}
+        offset += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor).tobytes())
+
+
+def safetensors_header(path):
+    with open(path, "rb") as file:
+        return json.loads(file.read(int.from_bytes(file.read(8), "little")))
+
+
+def safetensors_read(path):
+    data = pathlib.Path(path).read_bytes()
+    first = 8 + int.from_bytes(data[:8], "little")
+    tensors, covered = {}, 0
+    for name, entry in json.loads(data[8:first]).items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        covered += end - begin
+        tensors[name] = np.frombuffer(data[first + begin:first + end], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    assert covered == len(data) - first, f"{path}: the tensors cover {covered} of {len(data) - first} bytes"
+    return tensors
+
+
+# ---- token shards and model folders -----------------------------------------------------------------------------
+def shard_write(path, tokens, vocab_size=0):
+    """llm.c's format: 256 header words (magic, version, count, vocabulary), then uint16 tokens."""
+    header = np.zeros(256, np.uint32)
+    header[:5] = 20240520, 1, len(tokens), 0, vocab_size
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    pathlib.Path(path).write_bytes(header.tobytes() + np.asarray(tokens, np.uint16).tobytes())
+
+
+def gpt2_config(V, C, T, L=1, NH=1, **more):
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": V, "n_positions": T,
+              "n_embd": C, "n_layer": L, "n_head": NH, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+              "tie_word_embeddings": True}
+    config.update(more)
+    return config
+
+
+def model_write(folder, config, tensors):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors_write(folder / "model.safetensors", tensors)
+    return folder
+
+
+def weights(folder):
+    return safetensors_read(folder / "model.safetensors")
+
+
+def moments(folder):
+    """Adam's first and second moments of a checkpoint, by tensor name."""
+    state = safetensors_read(folder / "optimizer.safetensors")
+    return ({k[:-2]: v for k, v in state.items() if k.endswith(".m")},
+            {k[:-2]: v for k, v in state.items() if k.endswith(".v")})

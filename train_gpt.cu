@@ -1,0 +1,682 @@
+/* train_gpt.cu: the program. Set-up, the step loop, what is printed.
+ *
+ * data/error.h     ENSURE, die           data/tokens.h loader.h      shards and the batches made of them
+ * flags.h          every option          data/tokenizer.h            text <-> tokens
+ * model.cuh        the models            data/run_log.h              log.jsonl
+ * generate.cuh     text from a model     zero/stages.h               who keeps what, when it moves, the optimizer step
+ * kernels/device.cuh  the device         zero/checkpoint.h init.h    weights: read, written, made
+ *
+ * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
+#include "flags.h"
+#include "data/run_log.h"
+#include "kernels/device.cuh"
+#include "model.cuh"
+#include "data/loader.h"
+#include "data/tokenizer.h"
+#include "zero/checkpoint.h"
+#include "zero/init.h"
+#include "generate.cuh"
+
+#define VERSION "0.1.0"
+
+/* What trains when -m is not given. */
+#ifdef DEVICE_CUDA
+#define DEFAULT_MODEL "gpt2"
+#else
+#define DEFAULT_MODEL "d4"
+#endif
+
+enum { STEPS_IN_FLIGHT = 2 };      // the host enqueues step s + 1 before it reads the result of step s
+
+typedef struct Run {
+    const Flags* flags;
+    Comm comm;
+    Device device;
+    Model model;
+    Zero zero;
+    Plan plan;
+    StepConfig config;
+    TokenSet train_set, val_set;
+    bool has_val;
+    Loader *train, *val;
+    char tokenizer_path[4096];     // empty: none
+    int B, G, T;
+    size_t global_batch;           // B * G * R sequences
+    size_t num_steps;              // where the run ends
+    size_t step;                   // steps done, skipped ones included
+    RunLog log;
+    int *h_tokens[2], *h_targets[2];   // (B,T) pinned, one read while the other is copied
+    cudaEvent_t batch_copied[2];
+    cudaEvent_t step_begun[STEPS_IN_FLIGHT], step_ended[STEPS_IN_FLIGHT];   // on the compute stream, timed
+    double mean_step_s;
+    bool on_terminal, bar_drawn;
+} Run;
+
+#define SAY(...) do { if (run->comm.rank == 0) { printf(__VA_ARGS__); fflush(stdout); } } while (0)
+
+// ---------------------------------------------------------------------------------------------------------- set-up
+/* Any two of {global batch, B, G} give the third (SEMANTICS: batch arithmetic). */
+static void batch_arithmetic(Run* run, int num_ranks)
+{
+    const Flags* f = run->flags;
+    int64_t B = f->micro_batch, G = f->grad_accum, R = num_ranks;
+    if (f->given[FLAG_batch]) {
+        bool has_B = f->given[FLAG_micro_batch], has_G = f->given[FLAG_grad_accum];
+        if (has_B && !has_G) G = f->batch / (B * R);
+        if (!has_B) B = f->batch / (G * R);
+        ENSURE(B * G * R == f->batch, "--batch %lld is not %lld micro-batch x %lld micro-steps x %lld ranks = %lld sequences: change one of them",
+               (long long)f->batch, (long long)B, (long long)G, (long long)R, (long long)(B * G * R));
+    }
+    run->B = (int)B;
+    run->G = (int)G;
+    run->global_batch = (size_t)(B * G * R);
+}
+
+static bool path_exists(const char* folder, const char* name, char (&path)[4096])
+{
+    snprintf(path, sizeof path, "%s%s%s", folder, name[0] ? "/" : "", name);
+    return access(path, R_OK) == 0;
+}
+
+/* The model is a preset, or a folder with config.json. */
+static void choose_model(Run* run, const char* name, int data_V)
+{
+    Config* c = &run->model.config;
+    char path[4096];
+    if (config_preset(c, name, data_V, (int)run->flags->seq_len)) return;
+    ENSURE(path_exists(name, "config.json", path), "-m %s is neither a preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48) nor a folder with config.json", name);
+    config_read(c, path);
+}
+
+/* The tokenizer: --tokenizer, else beside the model, else beside the data; may be absent. */
+static void choose_tokenizer(Run* run, const char* model_name)
+{
+    const Flags* f = run->flags;
+    if (f->tokenizer[0]) {
+        ENSURE(path_exists(f->tokenizer, "", run->tokenizer_path), "--tokenizer %s: no such file", f->tokenizer);
+    } else if (!path_exists(model_name, "tokenizer.json", run->tokenizer_path) && !path_exists(f->data, "tokenizer.json", run->tokenizer_path)) {
+        run->tokenizer_path[0] = 0;
+    }
+}
+
+/* Where `--resume` points: a checkpoint, or the newest complete one of a run folder. Empty if there is none. */
+static void choose_resume(Run* run, char (&path)[4096])
+{
+    const Flags* f = run->flags;
+    path[0] = 0;
+    if (!f->resume[0]) return;
+    bool automatic = strcmp(f->resume, "auto") == 0;
+    if (automatic && !f->out[0]) die_usage("--resume auto looks into the folder of -o: give -o");
+    const char* folder = automatic ? f->out : f->resume;
+    if (!checkpoint_find(folder, path))
+        ENSURE(automatic, "--resume %s: no complete checkpoint there (a folder with state.json, or step_* folders of that kind)", folder);
+}
+
+static bool folder_has_split(const char* folder, const char* split)
+{
+    DIR* dir = opendir(folder);
+    if (dir == nullptr) return false;
+    bool found = false;
+    for (struct dirent* entry; (entry = readdir(dir)) != nullptr; ) found = found || token_name_matches(entry->d_name, split);
+    closedir(dir);
+    return found;
+}
+
+static void open_data(Run* run)
+{
+    const Flags* f = run->flags;
+    run->train_set = token_set_open(f->data, "train", f->raw_tokens);
+    if (f->val[0]) {
+        run->val_set = token_set_open(f->val, "val", f->raw_tokens);
+        run->has_val = true;
+    } else if (folder_has_split(f->data, "val")) {
+        run->val_set = token_set_open(f->data, "val", f->raw_tokens);
+        run->has_val = true;
+    }
+}
+
+static void open_loaders(Run* run)
+{
+    const Flags* f = run->flags;
+    LoaderConfig config = {};
+    config.flag = "--data";
+    config.B = run->B;
+    config.T = run->T;
+    config.G = run->G;
+    config.R = run->comm.num_ranks;
+    config.rank = run->comm.rank;
+    config.V = run->model.config.V;
+    config.seed = (unsigned long long)f->seed;
+    config.shuffle = !f->no_shuffle;
+    run->train = loader_open(&config, &run->train_set);
+    if (f->given[FLAG_steps]) {
+        run->num_steps = (size_t)f->steps;
+    } else {
+        size_t windows = run->train->num_windows * (size_t)f->epochs;
+        run->train->config.limit_windows = windows;
+        run->num_steps = ceil_div(windows, run->global_batch);
+    }
+    if (!run->has_val) return;
+    config.flag = "--val";
+    config.G = 1;
+    config.shuffle = false;
+    config.whole_tail = true;
+    run->val = loader_open(&config, &run->val_set);
+    run->val->config.limit_windows = run->val->num_windows;
+}
+
+static StepConfig step_config(const Run* run)
+{
+    const Flags* f = run->flags;
+    StepConfig c = {};
+    c.schedule = schedule_find(f->schedule)->schedule;   // flags.h lets no other name through
+    c.peak_lr = f->lr;
+    c.min_lr = f->min_lr < 0 ? 0.1 * f->lr : f->min_lr;
+    c.total_steps = run->num_steps;
+    c.warmup_steps = f->warmup < 0 ? (run->num_steps / 50 < 700 ? run->num_steps / 50 : 700) : (size_t)f->warmup;
+    c.decay_share = f->decay;
+    c.max_norm = f->clip;
+    c.beta1 = f->beta1;
+    c.beta2 = f->beta2;
+    c.nominal_toks = (double)run->global_batch * run->T;
+    c.min_loss_scale = 1;
+    return c;
+}
+
+/* Resident memory of this process now, in bytes. */
+static size_t resident_bytes(void)
+{
+    size_t total_pages = 0, resident_pages = 0;
+    FILE* f = fopen("/proc/self/statm", "r");
+    if (f == nullptr) return 0;
+    int got = fscanf(f, "%zu %zu", &total_pages, &resident_pages);
+    fclose(f);
+    return got == 2 ? resident_pages * (size_t)sysconf(_SC_PAGESIZE) : 0;
+}
+
+/* Wire bytes per optimizer step and rank that the stage needs, by the same arithmetic as the collectives. */
+static size_t wire_bytes_per_step(const Run* run)
+{
+    const Shard* s = &run->model.shard;
+    size_t bytes = 0;
+    for (int u = 0; u < s->num_units; u++) {
+        size_t unit_bytes = s->units[u].range.count * sizeof(float);
+        bool every_micro = run->flags->zero == 2 && !run->model.resident[u];
+        bytes += run->flags->zero == 0 ? 2 * comm_sent_bytes(&run->comm, unit_bytes)
+                                       : (every_micro ? run->G : 1) * comm_sent_bytes(&run->comm, unit_bytes)
+                                         + comm_sent_bytes(&run->comm, s->units[u].range.count * sizeof(floatX));
+    }
+    return run->comm.num_ranks == 1 ? 0 : bytes + 2 * comm_sent_bytes(&run->comm, NUM_STEP_SUMS * sizeof(double));
+}
+
+static void print_start(Run* run, const char* model_name)
+{
+    const Config* c = &run->model.config;
+    const Flags* f = run->flags;
+    char buf[64];
+    SAY("train_gpt " VERSION " | %s, %s | %d rank%s, %d thread%s each", run->device.name, FLOATX_NAME, run->comm.num_ranks,
+        run->comm.num_ranks > 1 ? "s" : "", run->device.num_threads, run->device.num_threads > 1 ? "s" : "");
+    if (run->device.peak_flops > 0) SAY(" | peak %.4g Gflop/s per rank", run->device.peak_flops * 1e-9);
+    SAY("\nflags  ");
+    for (const FlagRow& row : flag_rows)
+        if (f->given[&row - flag_rows]) SAY(" --%s=%s", row.name, flag_value(f, &row, buf));
+    SAY("\nmodel   %s%s: L %d, C %d, NH %d, F %d, V %d (padded to %d), context %d | %.2fM parameters\n", model_name,
+        f->model[0] ? "" : " (the default of this build; -m takes another)", c->L, c->C, c->NH, c->F, c->V, c->VP, c->context,
+        run->model.shard.num_params * 1e-6);
+    SAY("data    %s: %zu tokens in %zu shard%s, %zu windows of %d, %zu tokens of tails left out\n", f->data, run->train_set.num_toks,
+        run->train_set.num_files, run->train_set.num_files > 1 ? "s" : "", run->train->num_windows, run->T, run->train->num_tail_toks);
+    if (run->has_val) SAY("val     %zu tokens in %zu windows\n", run->val_set.num_toks, run->val->num_windows);
+    SAY("batch   %zu sequences = %d per micro-step x %d micro-steps x %d ranks | %zu tokens per step\n", run->global_batch, run->B, run->G,
+        run->comm.num_ranks, run->global_batch * run->T);
+    SAY("steps   %zu = %.2f epochs | lr %.3g %s to %.3g, warm-up %zu steps | seed %lld\n", run->num_steps,
+        (double)run->num_steps * run->global_batch / run->train->num_windows, run->config.peak_lr, f->schedule, run->config.min_lr,
+        (size_t)run->config.warmup_steps, (long long)f->seed);
+    SAY("ZeRO    stage %lld: %.2f MiB sent per step and rank\n", (long long)f->zero, wire_bytes_per_step(run) / 1048576.0);
+    if (run->comm.rank == 0) plan_print(&run->plan, stdout);
+    double flops = model_flops_per_token(c, run->T) * run->B * run->G * run->T;
+    if (run->device.peak_flops > 0)
+        SAY("time    %.3g Gflop per step and rank: about %.3g s at half of the peak\n", flops * 1e-9, flops / (0.5 * run->device.peak_flops));
+    if (!f->out[0]) SAY("output  none (-o FOLDER keeps log and checkpoints)\n");
+    fflush(stdout);
+}
+
+/* Plans memory: everything the run will hold. */
+static void plan_run(Run* run, bool training)
+{
+    Model* m = &run->model;
+    model_tensors(&m->shard, &m->config, run->comm.num_ranks);
+    m->resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
+    for (int u = 0; u < m->shard.num_units; u++) m->resident[u] = u == unit_embed(&m->config) || u == unit_head(&m->config);
+    m->zero = &run->zero;
+    zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, (int)run->flags->zero, m->resident, run->G);
+    model_plan(m, &run->plan, run->B, run->T, training);
+    for (int k = 0; k < 2; k++) {
+        plan_add(&run->plan, "batches", Place::HOST, &run->h_tokens[k], (size_t)run->B * run->T);
+        plan_add(&run->plan, "batches", Place::HOST, &run->h_targets[k], (size_t)run->B * run->T);
+    }
+    plan_add_bytes(&run->plan, "program and libraries", Place::HOST, resident_bytes(), nullptr);
+}
+
+// ------------------------------------------------------------------------------------------------ what is printed
+static void print_step(Run* run, const StepState* s, size_t step, double took_s)
+{
+    const Flags* f = run->flags;
+    run->mean_step_s = run->mean_step_s == 0 ? took_s : 0.9 * run->mean_step_s + 0.1 * took_s;
+    double toks_per_s = s->num_toks / took_s;
+    double peak_share = run->device.peak_flops > 0 ? toks_per_s * model_flops_per_token(&run->model.config, run->T)
+                        / (run->device.peak_flops * run->comm.num_ranks) : 0;
+    log_begin(&run->log);
+    log_int(&run->log, "step", (long long)step);
+    log_real(&run->log, "loss", s->num_toks > 0 ? s->loss : NAN);
+    log_real(&run->log, "norm", s->grad_norm);
+    log_real(&run->log, "lr", s->lr);
+    log_real(&run->log, "step_ms", took_s * 1e3);
+    log_real(&run->log, "tok_per_s", toks_per_s);
+    log_int(&run->log, "tokens", (long long)s->num_toks);
+    log_int(&run->log, "skipped", s->skip == Skip::NONFINITE);
+    if (run->comm.rank != 0) return;
+    if (step % f->log_every != 0 && step != run->num_steps) return;
+    char loss[32] = "n/a", eta[32];
+    if (s->num_toks > 0) snprintf(loss, sizeof loss, "%.6f", s->loss);
+    long left_s = (long)(run->mean_step_s * (double)(run->num_steps - step) + 0.5);
+    if (left_s >= 3600) snprintf(eta, sizeof eta, "%ldh%02ldm", left_s / 3600, left_s / 60 % 60);
+    else snprintf(eta, sizeof eta, "%ldm%02lds", left_s / 60, left_s % 60);
+    if (run->bar_drawn) printf("\r\033[K");
+    run->bar_drawn = false;
+    printf("step %zu/%zu | loss %s | norm %.6f | lr %.2e | %.0f ms | ", step, run->num_steps, loss, s->grad_norm, s->lr, took_s * 1e3);
+    if (toks_per_s >= 1e6) printf("%.2fM tok/s", toks_per_s * 1e-6);
+    else if (toks_per_s >= 1e4) printf("%.1fk tok/s", toks_per_s * 1e-3);
+    else printf("%.0f tok/s", toks_per_s);
+    if (peak_share > 0) printf(" | %.1f%% peak", 100 * peak_share);
+    printf(" | %.2f GiB | eta %s%s\n", plan_bytes(&run->plan, Place::DEVICE) / 1073741824.0, eta, 
+           s->skip == Skip::NONFINITE ? " | SKIPPED: a gradient is Inf or NaN" : s->skip == Skip::NO_TOKS ? " | no token counted: nothing changed" : "");
+    fflush(stdout);
+}
+
+/* Is somebody watching? mpirun gives its ranks a terminal whatever its own output is, so it is asked, not we. */
+static bool on_terminal(void)
+{
+    if (!isatty(1)) return false;
+    if (die_num_ranks == 1 && getenv("OMPI_COMM_WORLD_RANK") == nullptr) return true;
+    char link[64], target[256] = {};
+    snprintf(link, sizeof link, "/proc/%d/fd/1", (int)getppid());
+    return readlink(link, target, sizeof target - 1) > 0 && (strncmp(target, "/dev/pts/", 9) == 0 || strncmp(target, "/dev/tty", 8) == 0);
+}
+
+/* A bar for steps that take long, on a terminal only. */
+static void print_bar(Run* run, int micro)
+{
+    if (run->comm.rank != 0 || run->mean_step_s < 2 || !run->on_terminal) return;
+    run->bar_drawn = true;
+    char bar[33] = {};
+    for (int i = 0; i < 32; i++) bar[i] = i * run->G < 32 * (micro + 1) ? '#' : '.';
+    printf("\rstep %zu/%zu [%s] micro-step %d/%d", run->step + 1, run->num_steps, bar, micro + 1, run->G);
+    fflush(stdout);
+}
+
+// ---------------------------------------------------------------------------------------------------------- a step
+/* The next micro-batch of `loader` to the device; returns rows that are not empty. */
+static size_t load_batch(Run* run, Loader* loader, size_t count)
+{
+    int k = (int)(count & 1);
+    size_t bytes = (size_t)run->B * run->T * sizeof(int);
+    CUDA_CHECK(cudaEventSynchronize(run->batch_copied[k]));   // the copy before the last: long done unless the host is far ahead
+    size_t rows = loader_next(loader, run->h_tokens[k], run->h_targets[k]);
+    CUDA_CHECK(cudaMemcpyAsync(run->model.tokens, run->h_tokens[k], bytes, cudaMemcpyHostToDevice, run->zero.compute));
+    CUDA_CHECK(cudaMemcpyAsync(run->model.targets, run->h_targets[k], bytes, cudaMemcpyHostToDevice, run->zero.compute));
+    CUDA_CHECK(cudaEventRecord(run->batch_copied[k], run->zero.compute));
+    return rows;
+}
+
+static void train_step(Run* run)
+{
+    int slot = (int)(run->step % STEPS_IN_FLIGHT);
+    CUDA_CHECK(cudaEventRecord(run->step_begun[slot], run->zero.compute));
+    zero_step_begin(&run->zero);
+    float dloss = (float)(1.0 / run->config.nominal_toks);
+    for (int micro = 0; micro < run->G; micro++) {
+        load_batch(run, run->train, (size_t)micro);
+        model_train_micro(&run->model, run->B, run->T, dloss, micro, run->G);
+        print_bar(run, micro);
+    }
+    const Flags* f = run->flags;
+    AdamwConfig adamw = {(float)f->beta1, (float)f->beta2, (float)f->eps, (float)f->weight_decay};
+    zero_step_end(&run->zero, run->config, adamw, slot);
+    CUDA_CHECK(cudaEventRecord(run->step_ended[slot], run->zero.compute));
+}
+
+/* Waits for the result of step `step` (counted from 1), prints and logs it, stops when numbers have gone wrong for good. */
+static void finish_step(Run* run, size_t step, const char* hash)
+{
+    int slot = (int)((step - 1) % STEPS_IN_FLIGHT);
+    float took_ms;
+    CUDA_CHECK(cudaEventSynchronize(run->step_ended[slot]));
+    CUDA_CHECK(cudaEventElapsedTime(&took_ms, run->step_begun[slot], run->step_ended[slot]));
+    const StepState* s = &run->zero.h_state[slot];
+    print_step(run, s, step, took_ms * 1e-3);
+    if (hash != nullptr) log_text(&run->log, "state_hash", hash);
+    log_end(&run->log);
+    ENSURE(s->num_skipped_in_a_row < 10, "step %zu: the gradient was not finite %llu times in a row (loss %g): lower -l, or look at the data; "
+           "the last checkpoint is as it was", step, (unsigned long long)s->num_skipped_in_a_row, s->loss);
+}
+
+typedef struct { double loss; double num_tokens; } EvalResult;
+
+/* The whole validation set (or --eval-batches of it): sum of losses / tokens. Ranks without data run empty batches. */
+static EvalResult evaluate(Run* run)
+{
+    Loader* val = run->val;
+    Zero* z = &run->zero;
+    size_t per_batch = (size_t)run->B * run->comm.num_ranks, num_batches = ceil_div(val->num_windows, per_batch);
+    if (run->flags->eval_batches > 0 && (size_t)run->flags->eval_batches < num_batches) num_batches = run->flags->eval_batches;
+    loader_seek(val, 0);
+    double* sums = z->step_sums;   // free between steps
+    CUDA_CHECK(cudaMemsetAsync(sums, 0, 2 * sizeof(double), z->compute));
+    for (size_t i = 0; i < num_batches; i++) {
+        load_batch(run, val, i);
+        model_eval_micro(&run->model, sums, run->B, run->T);
+    }
+    comm_all_reduce(&run->comm, sums, 2, ncclFloat64, z->compute);
+    double h_sums[2];
+    CUDA_CHECK(cudaMemcpyAsync(h_sums, sums, sizeof h_sums, cudaMemcpyDeviceToHost, z->compute));
+    CUDA_CHECK(cudaStreamSynchronize(z->compute));
+    return EvalResult{h_sums[1] / h_sums[0], h_sums[0]};
+}
+
+static void evaluate_and_say(Run* run)
+{
+    if (!run->has_val) return;
+    EvalResult r = evaluate(run);
+    double bits = 0;
+    if (run->val_set.text_bytes > 0) bits = r.loss / M_LN2 * (double)run->val_set.num_toks / (double)run->val_set.text_bytes;
+    SAY("val  %zu/%zu | loss %.6f | perplexity %.3f per token, %.0f tokens", run->step, run->num_steps, r.loss, exp(r.loss), r.num_tokens);
+    if (bits > 0) SAY(" | %.4f bits per byte", bits);
+    if (run->val_set.num_words > 0)
+        SAY(" | perplexity %.3f per word", exp(r.loss * (double)run->val_set.num_toks / (double)run->val_set.num_words));
+    SAY("\n");
+    log_begin(&run->log);
+    log_int(&run->log, "step", (long long)run->step);
+    log_real(&run->log, "val_loss", r.loss);
+    log_int(&run->log, "val_tokens", (long long)r.num_tokens);
+    if (bits > 0) log_real(&run->log, "bits_per_byte", bits);
+    log_end(&run->log);
+}
+
+// -------------------------------------------------------------------------------------------------------- the loop
+/* config.json and tokenizer.json into a checkpoint or an export. */
+static void write_small_files(const char* folder, void* context)
+{
+    Run* run = (Run*)context;
+    char file[4200];
+    snprintf(file, sizeof file, "%s/config.json", folder);
+    config_write(&run->model.config, file);
+    snprintf(file, sizeof file, "%s/tokenizer.json", folder);
+    if (run->tokenizer_path[0]) file_copy(file, run->tokenizer_path);
+}
+
+static void save(Run* run)
+{
+    double start = now_s();
+    RunState state = {};
+    state.step = run->step;
+    state.position_windows = loader_position(run->train);
+    state.seed = (unsigned long long)run->flags->seed;
+    state.seq_len = run->T;
+    state.global_batch = run->global_batch;
+    char path[4096];
+    const StepState* last = &run->zero.h_state[(run->step - 1) % STEPS_IN_FLIGHT];   // settled: a save waits for its step
+    state.num_applied = last->num_applied;
+    state.num_skipped = last->num_skipped;
+    checkpoint_save(&run->zero, run->flags->out, &state, write_small_files, run, path);
+    SAY("saved %s in %.2f s\n", path, now_s() - start);
+}
+
+static void train(Run* run)
+{
+    const Flags* f = run->flags;
+    run->on_terminal = on_terminal();
+    size_t unread = run->step + 1;   // first step whose result has not been seen
+    while (run->step < run->num_steps) {
+        train_step(run);
+        size_t step = ++run->step;
+        bool last = step == run->num_steps;
+        bool saves = f->out[0] && (last || (f->save_every > 0 && step % f->save_every == 0));
+        bool evals = last || (f->eval_every > 0 && step % f->eval_every == 0);
+        bool hashes = last || saves || (f->hash_every > 0 && step % f->hash_every == 0);
+        size_t settled = evals || hashes ? step : step - 1;   // else the newest result is left for the next round
+        char hash[32] = "";
+        if (hashes) snprintf(hash, sizeof hash, "%016llx", zero_state_hash(&run->zero));
+        for (; unread <= settled; unread++) finish_step(run, unread, hashes && unread == step ? hash : nullptr);
+        if (last && hash[0]) SAY("state hash %s after step %zu\n", hash, step);
+        if (evals) evaluate_and_say(run);
+        if (saves) save(run);
+    }
+    if (run->comm.num_ranks > 1 && run->step > 0)
+        SAY("sent    %.2f MiB in all by rank 0\n", run->comm.wire_bytes / 1048576.0);
+}
+
+// --------------------------------------------------------------------------------------------------- weights, modes
+static void weights_init(Run* run)
+{
+    const Shard* s = &run->model.shard;
+    float* bounce = (float*)malloc_checked(CHECKPOINT_BOUNCE_ELEMS * sizeof(float));
+    for (int i = 0; i < s->num_tensors; i++) {
+        const Tensor* t = &s->tensors[i];
+        for (size_t done = 0; done < tensor_elems(t); ) {
+            size_t n = tensor_elems(t) - done < CHECKPOINT_BOUNCE_ELEMS ? tensor_elems(t) - done : CHECKPOINT_BOUNCE_ELEMS;
+            tensor_init(bounce, t, done, n, (uint64_t)run->flags->seed);
+            params_from_host(&run->zero, t->first + done, bounce, n);
+            done += n;
+        }
+    }
+    free(bounce);
+}
+
+static void resume(Run* run, const char* folder)
+{
+    RunState state = checkpoint_load_state(&run->zero, folder);
+    StepState device_state = step_state_init(run->config, 1.0);
+    device_state.num_applied = state.num_applied;
+    device_state.num_skipped = state.num_skipped;
+    CUDA_CHECK(cudaMemcpy(run->zero.state, &device_state, sizeof device_state, cudaMemcpyHostToDevice));
+    run->step = state.step;
+    ENSURE(state.seq_len == (size_t)run->T, "%s: was trained with -t %zu, now -t %d: the data position counts windows of that length; give -t %zu",
+           folder, state.seq_len, run->T, state.seq_len);
+    loader_seek(run->train, state.position_windows);
+    if (!run->flags->given[FLAG_steps] && run->global_batch != state.global_batch) {
+        size_t left = run->train->config.limit_windows > state.position_windows ? run->train->config.limit_windows - state.position_windows : 0;
+        run->num_steps = run->step + ceil_div(left, run->global_batch);
+        run->config = step_config(run);
+    }
+    SAY("resume  %s: step %zu, window %zu\n", folder, state.step, state.position_windows);
+    if (state.seed != (unsigned long long)run->flags->seed)
+        SAY("        --seed is %lld, was %llu: the order of the data changes here\n", (long long)run->flags->seed, state.seed);
+    if (state.global_batch != run->global_batch)
+        SAY("        the global batch is %zu, was %zu\n", run->global_batch, state.global_batch);
+}
+
+/* Text from the model on rank 0; the others wait. Without a tokenizer nothing, or a refusal if it was asked for. */
+static void say_sample(Run* run, const char* prompt)
+{
+    const Flags* f = run->flags;
+    if (run->comm.rank == 0 && run->tokenizer_path[0]) {
+        GenerateConfig config = {(int)f->sample_tokens, (int)f->top_k, f->temperature, (uint64_t)f->seed};
+        Tokenizer* tokenizer = tokenizer_open(run->tokenizer_path);
+        if (prompt != nullptr) {
+            generate_from_text(&run->model, tokenizer, prompt, config);
+        } else {
+            int num_ids = run->T < 16 ? run->T : 16;   // of the first validation window, which is rank 0's
+            loader_seek(run->val, 0);
+            loader_next(run->val, run->h_tokens[0], run->h_targets[0]);
+            printf("sample  after the first %d tokens of the validation text:\n", num_ids);
+            generate_from_ids(&run->model, tokenizer, run->h_tokens[0], num_ids, config);
+        }
+        tokenizer_close(tokenizer);
+    }
+    comm_barrier(&run->comm);
+}
+
+static void log_start(Run* run, const char* model_name)
+{
+    if (!run->flags->out[0] || run->comm.rank != 0) return;
+    char buf[64];
+    folder_make(run->flags->out);
+    log_open(&run->log, run->flags->out, run->step > 0 ? (long long)run->step : -1);
+    fprintf(run->log.f, "{\"run\": ");
+    log_begin(&run->log);
+    log_text(&run->log, "version", VERSION);
+    log_text(&run->log, "device", run->device.name);
+    log_int(&run->log, "num_ranks", run->comm.num_ranks);
+    log_text(&run->log, "model_name", model_name);
+    log_int(&run->log, "num_params", (long long)run->model.shard.num_params);
+    log_int(&run->log, "global_batch", (long long)run->global_batch);
+    log_int(&run->log, "num_steps", (long long)run->num_steps);
+    for (const FlagRow& row : flag_rows) log_text(&run->log, row.name, flag_value(run->flags, &row, buf));
+    fputc('}', run->log.f);
+    log_end(&run->log);
+}
+
+/* What all ranks must agree on before the first collective. */
+static uint64_t run_hash(const Run* run, int argc, char** argv)
+{
+    uint64_t hash = fnv1a64(VERSION, sizeof VERSION);
+    for (int i = 1; i < argc; i++) hash = fnv1a64(argv[i], strlen(argv[i]) + 1, hash);
+    hash = fnv1a64(&run->train_set.num_toks, sizeof run->train_set.num_toks, hash);
+    hash = fnv1a64(&run->val_set.num_toks, sizeof run->val_set.num_toks, hash);
+    return fnv1a64(run->model.shard.units, run->model.shard.num_units * sizeof(Unit), hash);
+}
+
+static void refuse_what_is_not_there(const Flags* f)
+{
+    if (f->zero == 3) die_usage("-z 3 (sharded parameters) is not there yet: use -z 2");
+    if (strcmp(f->precision, "fp32") != 0) die_usage("-p %s is not there yet: training runs in fp32", f->precision);
+    if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
+    if (f->given[FLAG_epochs] && f->given[FLAG_steps]) die_usage("-n and --epochs both say where the run ends: give one");
+    int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_export_];
+    if (modes > 1) die_usage("--plan, --eval, --generate and --export are different modes: give one");
+}
+
+/* Flags, files and plan: all that can be refused before anything is allocated. Returns the model's name; resume_path is the
+ * checkpoint to go on from, or empty. */
+static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
+{
+    const Flags* f = run->flags;
+    device_init(&run->device, run->comm.host_rank, run->comm.host_num_ranks);
+    choose_resume(run, resume_path);
+    const char* model_name = f->model[0] ? f->model : resume_path[0] ? resume_path : DEFAULT_MODEL;
+    if (trains || f->eval || (f->plan && access(f->data, R_OK) == 0)) open_data(run);
+    choose_model(run, model_name, run->train_set.num_files > 0 ? (int)run->train_set.files[0].vocab_size : 0);
+    choose_tokenizer(run, model_name);
+    int context = run->model.config.context;
+    run->T = f->seq_len > 0 ? (int)f->seq_len : context < 1024 ? context : 1024;
+    ENSURE(run->T <= context, "-t %d is longer than the model's context of %d positions: lower it", run->T, context);
+    if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
+    batch_arithmetic(run, run->comm.num_ranks);
+    if (run->train_set.num_files > 0) open_loaders(run);
+    run->config = step_config(run);
+    if (!f->plan) {
+        comm_init_nccl(&run->comm);
+        matmul_init();
+    }
+    plan_run(run, trains || f->plan);
+    return model_name;
+}
+
+static void run_allocate(Run* run, const char* model_name, const char* resume_path)
+{
+    plan_allocate(&run->plan);
+    zero_start(&run->zero);
+    for (int k = 0; k < 2; k++) CUDA_CHECK(cudaEventCreateWithFlags(&run->batch_copied[k], cudaEventDisableTiming));
+    for (int k = 0; k < STEPS_IN_FLIGHT; k++) {
+        CUDA_CHECK(cudaEventCreate(&run->step_begun[k]));
+        CUDA_CHECK(cudaEventCreate(&run->step_ended[k]));
+    }
+    const Config* c = &run->model.config;
+    if (resume_path[0]) weights_load(&run->zero, resume_path, c->tied);
+    else if (c->hf_text != nullptr && !run->flags->from_scratch) weights_load(&run->zero, model_name, c->tied);
+    else weights_init(run);
+    StepState state = step_state_init(run->config, 1.0);
+    CUDA_CHECK(cudaMemcpy(run->zero.state, &state, sizeof state, cudaMemcpyHostToDevice));
+}
+
+static void run_free(Run* run)
+{
+    log_close(&run->log);
+    comm_barrier(&run->comm);
+    if (run->train != nullptr) loader_close(run->train);
+    if (run->val != nullptr) loader_close(run->val);
+    CUDA_CHECK(cudaDeviceSynchronize());
+    for (cudaEvent_t event : {run->batch_copied[0], run->batch_copied[1], run->step_begun[0], run->step_begun[1], run->step_ended[0], run->step_ended[1]})
+        CUDA_CHECK(cudaEventDestroy(event));
+    zero_free(&run->zero);
+    plan_free(&run->plan);
+    shard_free(&run->model.shard);
+    free(run->model.resident);
+    matmul_free();
+}
+
+/* A run from its flags to its end, in this file's precision. */
+static void run_all(const Flags* f, Comm* comm, int argc, char** argv)
+{
+    Run run_ = {}, *run = &run_;
+    run->flags = f;
+    run->comm = *comm;
+    bool generates = f->given[FLAG_generate], exports = f->given[FLAG_export_];
+    bool trains = !generates && !exports && !f->eval && !f->plan;
+    char resume_path[4096];
+    const char* model_name = run_prepare(run, trains, resume_path);
+    if (trains || f->plan) print_start(run, model_name);
+    if (f->plan) return;
+    comm_ensure_same(comm, run_hash(run, argc, argv), "build, command line, data or model");
+    run_allocate(run, model_name, resume_path);
+    if (exports) {
+        weights_export(&run->zero, f->export_, write_small_files, run);
+        SAY("exported %s\n", f->export_);
+    } else if (generates) {
+        ENSURE(run->tokenizer_path[0], "--generate needs a tokenizer.json: none in %s or %s; give --tokenizer FILE", model_name, f->data);
+        say_sample(run, f->generate);
+    } else if (f->eval) {
+        ENSURE(run->has_val, "--eval needs validation shards: no val_*.bin in %s; give --val", f->data);
+        evaluate_and_say(run);
+    } else {
+        if (resume_path[0]) resume(run, resume_path);
+        log_start(run, model_name);
+        train(run);
+        if (run->has_val && f->sample_tokens > 0 && run->num_steps > 0) say_sample(run, nullptr);
+    }
+    run_free(run);
+    *comm = run->comm;
+}
+
+#ifdef PREC_MAIN
+static void print_version(void)
+{
+    printf("train_gpt " VERSION ", compiled %s with %s, device %s\n", __DATE__, __VERSION__,
+#if defined(DEVICE_CUDA)
+           "cuda"
+#elif defined(DEVICE_EMU)
+           "emu"
+#else
+           "cpu"
+#endif
+    );
+}
+
+int main(int argc, char** argv)
+{
+    Flags flags;
+    Comm comm;
+    die_rank = comm_launcher_rank();
+    flags_parse(&flags, argc, argv);
+    refuse_what_is_not_there(&flags);
+    if (flags.help || flags.version) {
+        if (die_rank == 0 && flags.help) flags_help(stdout);
+        if (die_rank == 0 && flags.version) print_version();
+        return 0;
+    }
+    comm_init(&comm);
+    run_all(&flags, &comm, argc, argv);
+    comm_free(&comm);
+    return 0;
+}
+#endif

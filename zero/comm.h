@@ -1,0 +1,184 @@
+/* comm.h: ranks and what they send each other. Every MPI and NCCL call of the program is here.
+ * Collectives are enqueued on a stream and counted as they are asked for: wire_bytes is what this rank sends by the
+ * bandwidth-optimal algorithms, (R-1)/R of the data once for a reduce-scatter or an all-gather, twice for an all-reduce.
+ * With one rank nothing is sent. NO_MPI and NO_NCCL leave the libraries out: one rank only. */
+#pragma once
+#include <climits>
+#include <cstdint>
+#include <cstring>
+#ifndef NO_MPI
+#include <mpi.h>
+#endif
+#include "../kernels/common.cuh"
+#ifndef NO_NCCL
+#include <nccl.h>
+#else
+typedef struct ncclComm* ncclComm_t;
+typedef enum { ncclUint64 = 5, ncclFloat16 = 6, ncclFloat32 = 7, ncclFloat64 = 8, ncclBfloat16 = 9 } ncclDataType_t;
+#endif
+
+typedef struct Comm {
+    int rank, num_ranks;            // in the job
+    int host_rank, host_num_ranks;  // on this host
+    ncclComm_t nccl;
+    size_t wire_bytes;              // sent by this rank since the start
+} Comm;
+
+#define MPI_CHECK(call) do { \
+    int mpi_error_ = (call); \
+    if (mpi_error_ != MPI_SUCCESS) die_at(WHERE, "%s: MPI error %d", #call, mpi_error_); \
+} while (0)
+#define NCCL_CHECK(call) do { \
+    ncclResult_t nccl_error_ = (call); \
+    if (nccl_error_ != ncclSuccess) die_at(WHERE, "%s: %s", #call, ncclGetErrorString(nccl_error_)); \
+} while (0)
+
+#ifndef NO_MPI
+static void comm_abort(int exit_code) { MPI_Abort(MPI_COMM_WORLD, exit_code); }
+#endif
+
+/* The launcher's rank, before MPI is up, so that a refusal of the command line is printed once. */
+static int comm_launcher_rank(void)
+{
+    for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"}) {
+        const char* text = getenv(name);
+        if (text != nullptr) return atoi(text);
+    }
+    return 0;
+}
+
+static void comm_init(Comm* c)
+{
+    *c = Comm{0, 1, 0, 1, nullptr, 0};
+#ifndef NO_MPI
+    // A library that spins while it waits starves the ranks it waits for when there are more of them than cores.
+    setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
+    MPI_CHECK(MPI_Init(nullptr, nullptr));
+    MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &c->rank));
+    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &c->num_ranks));
+    MPI_Comm host;
+    MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, c->rank, MPI_INFO_NULL, &host));
+    MPI_CHECK(MPI_Comm_rank(host, &c->host_rank));
+    MPI_CHECK(MPI_Comm_size(host, &c->host_num_ranks));
+    MPI_CHECK(MPI_Comm_free(&host));
+    die_abort = comm_abort;
+#endif
+    die_rank = c->rank;
+    die_num_ranks = c->num_ranks;
+}
+
+/* After the device is chosen. */
+static void comm_init_nccl(Comm* c)
+{
+    if (c->num_ranks == 1) return;
+#if defined(NO_NCCL) || defined(NO_MPI)
+    die("this binary is built with NO_MPI or NO_NCCL: it runs one rank, not %d; build it without them", c->num_ranks);
+#else
+    ncclUniqueId id;
+    if (c->rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
+    MPI_CHECK(MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD));
+    NCCL_CHECK(ncclCommInitRank(&c->nccl, c->num_ranks, id, c->rank));
+#endif
+}
+
+static void comm_free(Comm* c)
+{
+#ifndef NO_NCCL
+    if (c->nccl != nullptr) NCCL_CHECK(ncclCommDestroy(c->nccl));
+#endif
+#ifndef NO_MPI
+    die_abort = nullptr;
+    MPI_CHECK(MPI_Finalize());
+#endif
+    (void)c;
+}
+
+/* Host-side, outside the step. */
+static void comm_barrier(const Comm* c)
+{
+    if (c->num_ranks == 1) return;
+#ifndef NO_MPI
+    MPI_Request request;
+    MPI_CHECK(MPI_Ibarrier(MPI_COMM_WORLD, &request));
+    for (int done = 0; !done; ) {   // rank 0 may be writing a checkpoint: sleep, do not spin
+        MPI_CHECK(MPI_Test(&request, &done, MPI_STATUS_IGNORE));
+        if (!done) usleep(200);
+    }
+#endif
+}
+
+static void comm_broadcast_host(const Comm* c, void* data, size_t size_bytes)
+{
+    if (c->num_ranks == 1) return;
+#ifndef NO_MPI
+    ENSURE(size_bytes <= INT_MAX, "broadcast of %zu bytes in one piece", size_bytes);
+    MPI_CHECK(MPI_Bcast(data, (int)size_bytes, MPI_BYTE, 0, MPI_COMM_WORLD));
+#endif
+}
+
+static double comm_max_host(const Comm* c, double x)
+{
+#ifndef NO_MPI
+    if (c->num_ranks > 1) MPI_CHECK(MPI_Allreduce(MPI_IN_PLACE, &x, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD));
+#else
+    (void)c;
+#endif
+    return x;
+}
+
+/* All ranks must have come with the same value: command line, data, order of collectives. */
+static void comm_ensure_same(const Comm* c, uint64_t value, const char* what)
+{
+    uint64_t first = value;
+    comm_broadcast_host(c, &first, sizeof first);
+    ENSURE(first == value, "rank %d differs from rank 0 in %s: start all ranks from the same build, command line and files", c->rank, what);
+}
+
+static inline size_t comm_sent_bytes(const Comm* c, size_t total_bytes)
+{
+    return (size_t)((double)total_bytes * (c->num_ranks - 1) / c->num_ranks);
+}
+
+static inline size_t nccl_type_bytes(ncclDataType_t type)
+{
+    return type == ncclFloat32 ? 4 : type == ncclFloat64 || type == ncclUint64 ? 8 : 2;
+}
+
+/* data (n) = sum over ranks, in place. */
+static void comm_all_reduce(Comm* c, void* data, size_t n, ncclDataType_t type, cudaStream_t stream)
+{
+    if (c->num_ranks == 1 || n == 0) return;
+    c->wire_bytes += 2 * comm_sent_bytes(c, n * nccl_type_bytes(type));
+#ifndef NO_NCCL
+    NCCL_CHECK(ncclAllReduce(data, data, n, type, ncclSum, c->nccl, stream));
+#else
+    (void)data; (void)stream;
+#endif
+}
+
+/* out (n) = sum over ranks of their inp[rank*n ...]; inp is (R*n). `out` may be inp + rank*n. */
+static void comm_reduce_scatter(Comm* c, void* out, const void* inp, size_t n, ncclDataType_t type, cudaStream_t stream)
+{
+    size_t bytes = n * nccl_type_bytes(type);
+    if (c->num_ranks == 1) {
+        if (out != inp) CUDA_CHECK(cudaMemcpyAsync(out, inp, bytes, cudaMemcpyDeviceToDevice, stream));
+        return;
+    }
+    c->wire_bytes += comm_sent_bytes(c, bytes * c->num_ranks);
+#ifndef NO_NCCL
+    NCCL_CHECK(ncclReduceScatter(inp, out, n, type, ncclSum, c->nccl, stream));
+#endif
+}
+
+/* data is (R*n); each rank gives its own n elements, all get all, in place. */
+static void comm_all_gather(Comm* c, void* data, size_t n, ncclDataType_t type, cudaStream_t stream)
+{
+    if (c->num_ranks == 1) return;
+    size_t bytes = n * nccl_type_bytes(type);
+    c->wire_bytes += comm_sent_bytes(c, bytes * c->num_ranks);
+#ifndef NO_NCCL
+    NCCL_CHECK(ncclAllGather((const char*)data + bytes * c->rank, data, n, type, c->nccl, stream));
+#else
+    (void)data; (void)stream;
+#endif
+}

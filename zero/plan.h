@@ -1,0 +1,83 @@
+/* plan.h: every buffer of a run, before it exists. Each part of the program adds its rows; the plan is printed, then
+ * allocated as printed, once. Nothing else allocates device memory, and nothing is allocated inside a step.
+ * A row may also be a measured or estimated amount without a pointer (the libraries' own memory). */
+#pragma once
+#include "../kernels/common.cuh"
+
+enum class Place { DEVICE, HOST };
+
+typedef struct PlanRow { char label[48]; Place place; size_t bytes; void** dest; } PlanRow;
+
+typedef struct Plan { PlanRow rows[96]; int num_rows; } Plan;
+
+static void plan_add_bytes(Plan* p, const char* label, Place place, size_t bytes, void** dest)
+{
+    ENSURE(p->num_rows < (int)(sizeof p->rows / sizeof p->rows[0]), "plan: more rows than %d", p->num_rows);
+    PlanRow* row = &p->rows[p->num_rows++];
+    *row = PlanRow{{}, place, bytes, dest};
+    snprintf(row->label, sizeof row->label, "%s", label);
+}
+
+/* *dest will point to n elements on the device (or in pinned host memory), zeroed. */
+template <class T> static void plan_add(Plan* p, const char* label, Place place, T** dest, size_t n)
+{
+    *dest = nullptr;
+    plan_add_bytes(p, label, place, n * sizeof(T), (void**)dest);
+}
+
+static size_t plan_bytes(const Plan* p, Place place)
+{
+    size_t sum = 0;
+    for (int i = 0; i < p->num_rows; i++) if (p->rows[i].place == place) sum += p->rows[i].bytes;
+    return sum;
+}
+
+/* Rows with the same label are one line. */
+static void plan_print(const Plan* p, FILE* f)
+{
+    for (Place place : {Place::DEVICE, Place::HOST}) {
+        fprintf(f, "%s memory per rank\n", place == Place::DEVICE ? "device" : "host");
+        for (int i = 0; i < p->num_rows; i++) {
+            if (p->rows[i].place != place) continue;
+            size_t bytes = 0;
+            int first = p->num_rows;
+            for (int k = p->num_rows - 1; k >= 0; k--)
+                if (p->rows[k].place == place && strcmp(p->rows[k].label, p->rows[i].label) == 0) { bytes += p->rows[k].bytes; first = k; }
+            if (first == i && bytes > 0) fprintf(f, "  %-32s %10.1f MiB\n", p->rows[i].label, bytes / 1048576.0);
+        }
+        fprintf(f, "  %-32s %10.1f MiB\n", "total", plan_bytes(p, place) / 1048576.0);
+    }
+}
+
+/* Allocates all rows that have a pointer, or refuses before anything is done. */
+static void plan_allocate(Plan* p)
+{
+    size_t free_bytes, total_bytes, need = plan_bytes(p, Place::DEVICE);
+    CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
+    ENSURE(need <= free_bytes, "device memory: need %.1f MiB (list above), have %.1f MiB free of %.1f MiB: lower -b or -t, "
+           "raise -z or the number of ranks, or take a smaller model", need / 1048576.0, free_bytes / 1048576.0, total_bytes / 1048576.0);
+    for (int i = 0; i < p->num_rows; i++) {
+        PlanRow* row = &p->rows[i];
+        if (row->dest == nullptr || row->bytes == 0) continue;
+        if (row->place == Place::DEVICE) {
+            CUDA_CHECK(cudaMalloc(row->dest, row->bytes));
+            CUDA_CHECK(cudaMemset(*row->dest, 0, row->bytes));
+        } else {
+            CUDA_CHECK(cudaMallocHost(row->dest, row->bytes));
+            memset(*row->dest, 0, row->bytes);
+        }
+    }
+    CUDA_CHECK(cudaDeviceSynchronize());
+}
+
+static void plan_free(Plan* p)
+{
+    for (int i = 0; i < p->num_rows; i++) {
+        PlanRow* row = &p->rows[i];
+        if (row->dest == nullptr || *row->dest == nullptr) continue;
+        if (row->place == Place::DEVICE) CUDA_CHECK(cudaFree(*row->dest));
+        else CUDA_CHECK(cudaFreeHost(*row->dest));
+        *row->dest = nullptr;
+    }
+    p->num_rows = 0;
+}

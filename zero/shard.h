@@ -1,0 +1,107 @@
+/* shard.h: who owns which element. Integer arithmetic only: no GPU, no MPI, so that test/test_shard.cpp can try every R.
+ *
+ * All parameters lie in one flat space. It is cut into units: what is gathered and released together (the embeddings,
+ * each block, the head). Inside a unit the tensors lie one after another in the layout of the HF file, each at a multiple
+ * of SHARD_ALIGN_ELEMS; the unit is padded to a multiple of R * SHARD_ALIGN_ELEMS. Rank r owns slice r of every unit:
+ *
+ *      unit 0                                  unit 1
+ *      | tensor a  | tensor b |pad|            | tensor c |  tensor d   | pad |
+ *      | slice 0 | slice 1 | slice 2 |         | slice 0  | slice 1 | slice 2 |
+ *
+ * Since each unit's size is a multiple of R, what one rank owns of all units is packed at unit.first / R: no table needed.
+ * Padding is 0 from the start to the end: its gradient is never written, it is never in a norm, never in a file. */
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include "../data/error.h"
+
+enum { SHARD_ALIGN_ELEMS = 64 };   // 256 bytes of fp32, 128 of bf16: any vector load is aligned
+
+typedef struct Range { size_t first, count; } Range;   // elements
+
+typedef struct Tensor {
+    char name[64];          // as in the HF file
+    int num_dims;           // 1 or 2
+    size_t shape[2];        // as in the HF file; shape[1] = 1 for one axis
+    size_t padded_rows;     // >= shape[0]: rows past shape[0] are always 0 and never leave the program
+    int unit;
+    double init_std;        // > 0: N(0, init_std); 0: every element is init_value
+    double init_value;
+    bool decay;             // weight decay applies
+    size_t first;           // place in the flat space; set by shard_build
+    size_t logical_first;   // place among all tensors without any padding: the same for every R
+} Tensor;
+
+typedef struct Unit { Range range; int first_tensor, num_tensors; } Unit;
+
+typedef struct Shard {
+    Tensor* tensors;
+    int num_tensors;
+    Unit* units;
+    int num_units;
+    int num_ranks;          // R
+    size_t num_elems;       // of the flat space, padding included
+    size_t num_params;      // without padding: what the files hold
+} Shard;
+
+static inline size_t tensor_elems(const Tensor* t) { return t->shape[0] * t->shape[1]; }
+
+/* Places `tensors` (sorted by unit, units numbered from 0 without a gap) for R ranks. Takes the array over. */
+static void shard_build(Shard* s, Tensor* tensors, int num_tensors, int num_ranks)
+{
+    ENSURE(num_tensors > 0 && num_ranks > 0, "shard_build: %d tensors, %d ranks", num_tensors, num_ranks);
+    int num_units = tensors[num_tensors - 1].unit + 1;
+    *s = Shard{tensors, num_tensors, (Unit*)malloc_checked(num_units * sizeof(Unit)), num_units, num_ranks, 0, 0};
+    size_t unit_align = (size_t)num_ranks * SHARD_ALIGN_ELEMS;
+    int t = 0;
+    for (int u = 0; u < num_units; u++) {
+        Unit* unit = &s->units[u];
+        *unit = Unit{{s->num_elems, 0}, t, 0};
+        for (; t < num_tensors && tensors[t].unit == u; t++, unit->num_tensors++) {
+            tensors[t].first = unit->range.first + unit->range.count;
+            tensors[t].logical_first = s->num_params;
+            size_t elems = tensors[t].padded_rows * tensors[t].shape[1];
+            unit->range.count += (elems + SHARD_ALIGN_ELEMS - 1) / SHARD_ALIGN_ELEMS * SHARD_ALIGN_ELEMS;
+            s->num_params += tensor_elems(&tensors[t]);
+        }
+        ENSURE(unit->num_tensors > 0, "shard_build: unit %d holds no tensor", u);
+        unit->range.count = (unit->range.count + unit_align - 1) / unit_align * unit_align;
+        s->num_elems += unit->range.count;
+    }
+    ENSURE(t == num_tensors, "shard_build: tensor %s is not in unit order", tensors[t].name);
+}
+
+static void shard_free(Shard* s)
+{
+    free(s->tensors);
+    free(s->units);
+    *s = Shard{};
+}
+
+/* The elements of unit `unit_idx` that `rank` owns, in the flat space. */
+static inline Range shard_slice(const Shard* s, int unit_idx, int rank)
+{
+    Range whole = s->units[unit_idx].range;
+    size_t count = whole.count / s->num_ranks;
+    return Range{whole.first + rank * count, count};
+}
+
+/* Where slice `rank` of the unit starts in a buffer that packs what one rank owns (num_elems / R long). */
+static inline size_t shard_packed_first(const Shard* s, int unit_idx) { return s->units[unit_idx].range.first / s->num_ranks; }
+
+/* The elements of tensor t inside `range`, in the flat space; count 0 if none. Padded rows are not among them. */
+static inline Range tensor_part(const Tensor* t, Range range)
+{
+    size_t low = t->first > range.first ? t->first : range.first;
+    size_t tensor_end = t->first + tensor_elems(t), range_end = range.first + range.count;
+    size_t high = tensor_end < range_end ? tensor_end : range_end;
+    return Range{low, high > low ? high - low : 0};
+}
+
+static inline size_t shard_largest_unit(const Shard* s, const bool* left_out)
+{
+    size_t largest = 0;
+    for (int u = 0; u < s->num_units; u++)
+        if (!left_out[u] && s->units[u].range.count > largest) largest = s->units[u].range.count;
+    return largest;
+}
