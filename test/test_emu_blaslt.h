@@ -169,11 +169,11 @@ static void test_matmul_case(cublasLtHandle_t handle, const MatmulCase* c)
     report(ok, "cublasLtMatmul %s", c->name);
     void* const arrays[] = {a, b, d, bias, aux, workspace};
     for (void* p : arrays) CUDA_CHECK(cudaFree(p));
-    cublasLtMatmulPreferenceDestroy(preference);
-    cublasLtMatrixLayoutDestroy(la);
-    cublasLtMatrixLayoutDestroy(lb);
-    cublasLtMatrixLayoutDestroy(ld);
-    cublasLtMatmulDescDestroy(desc);
+    LT_CHECK(cublasLtMatmulPreferenceDestroy(preference));
+    LT_CHECK(cublasLtMatrixLayoutDestroy(la));
+    LT_CHECK(cublasLtMatrixLayoutDestroy(lb));
+    LT_CHECK(cublasLtMatrixLayoutDestroy(ld));
+    LT_CHECK(cublasLtMatmulDescDestroy(desc));
 }
 
 static void test_blaslt(void)

@@ -19,10 +19,12 @@ static cudaStream_t stream;
     if (nccl_error_ != ncclSuccess) die_at(WHERE, "%s: %s", #call, ncclGetErrorString(nccl_error_)); \
 } while (0)
 
+#define MPI_CHECK(call) ENSURE((call) == MPI_SUCCESS, "%s failed", #call)
+
 static void report(bool ok_here, const char* fmt, ...)
 {
     int ok = ok_here;
-    MPI_Allreduce(MPI_IN_PLACE, &ok, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
+    MPI_CHECK(MPI_Allreduce(MPI_IN_PLACE, &ok, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD));
     if (ok) num_passed++;
     else num_failed++;
     if (rank != 0) return;
@@ -259,7 +261,7 @@ static void test_two_communicators(void)
     int fp32 = 0;
     ncclUniqueId id = {};
     if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
-    MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD);
+    MPI_CHECK(MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD));
     ncclComm_t other_comm;
     cudaStream_t other_stream;
     NCCL_CHECK(ncclCommInitRank(&other_comm, num_ranks, id, rank));
@@ -399,7 +401,7 @@ static void bench(void)
             for (int i = -2; i < num_repeats; i++) {
                 if (i == 0) {
                     CUDA_CHECK(cudaDeviceSynchronize());
-                    MPI_Barrier(MPI_COMM_WORLD);
+                    MPI_CHECK(MPI_Barrier(MPI_COMM_WORLD));
                     start_s = MPI_Wtime();
                 }
                 char *in = send_buffer, *out = recv_buffer;
@@ -468,9 +470,9 @@ static int launch_all(const char* self)
 int main(int argc, char** argv)
 {
     if (getenv("OMPI_COMM_WORLD_SIZE") == nullptr && getenv("PMI_SIZE") == nullptr) return launch_all(argv[0]);
-    MPI_Init(&argc, &argv);
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    MPI_Comm_size(MPI_COMM_WORLD, &num_ranks);
+    MPI_CHECK(MPI_Init(&argc, &argv));
+    MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
+    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &num_ranks));
     die_rank = rank;
     die_num_ranks = num_ranks;
     int num_devices = 1;
@@ -478,7 +480,7 @@ int main(int argc, char** argv)
     CUDA_CHECK(cudaSetDevice(rank % num_devices));
     ncclUniqueId id = {};
     if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
-    MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD);
+    MPI_CHECK(MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD));
     NCCL_CHECK(ncclCommInitRank(&comm, num_ranks, id, rank));
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaMalloc(&send_buffer, BUFFER_BYTES));
@@ -510,6 +512,6 @@ int main(int argc, char** argv)
         if (rank == 0) printf("%d passed, %d failed\n", num_passed, num_failed);
     }
     NCCL_CHECK(ncclCommDestroy(comm));
-    MPI_Finalize();
+    MPI_CHECK(MPI_Finalize());
     return num_failed != 0;
 }

@@ -90,7 +90,9 @@ static size_t arena_free(Arena* arena, void* p, const char* call)
     if (a == nullptr || a->p != p) emu_die("%s(%p): not an allocation", call, p);
     if (!a->live) emu_die("%s(%p): freed twice", call, p);
     a->live = false;
-    mmap(pages_of(a), pages_bytes(a->size_bytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    void* pages = mmap(pages_of(a), pages_bytes(a->size_bytes), PROT_NONE, flags, -1, 0);
+    ENSURE(pages != MAP_FAILED, "emulator: cannot give %zu bytes back", a->size_bytes);
     return a->size_bytes;
 }
 
