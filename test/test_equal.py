@@ -84,11 +84,11 @@ def test_resume_elsewhere(tmp_path, reference, ranks, stage):
 
 
 def test_resume_run_folder(tmp_path, reference):
-    """A run folder means its newest complete checkpoint; a torn one is never chosen."""
+    """A run folder means its newest complete checkpoint; one that was being written is never chosen."""
     folder = tmp_path / "run"
     shutil.copytree(reference.folder, folder)
     shutil.rmtree(folder / f"step_{STEPS:08d}")
-    (folder / "step_00000014" / "optimizer.safetensors").unlink()
+    (folder / "step_00000014").rename(folder / "step_00000014.tmp")
     run = train_gpt("--resume", folder, *flags(tmp_path)[3:], *layout(1, 0), device=reference.device,
                     out=tmp_path / "new")
     assert run.log[0]["step"] == 8

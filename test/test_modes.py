@@ -6,7 +6,7 @@ import sys
 import init
 import numpy as np
 import pytest
-from util import binary, gpt2_config, model_write, shard_write, train_gpt
+from util import binary, gpt2_config, model_write, shard_write, train_gpt, weights
 
 V, C, T = 97, 48, 24
 RSS_WRAPPER = """
@@ -67,7 +67,7 @@ def test_eval(folder, tmp_path):
     """--eval gives the validation loss of the run's end, whatever the number of ranks and rows per batch."""
     run = train_gpt(*args(folder, "-n", 3, "-b", 2, "--sample-tokens", 0), out=tmp_path / "run")
     last = run.log[-1]
-    assert last["val_tokens"] == (700 - 1) // T * T
+    assert last["val_tokens"] == 700 - 1   # the short window at the end included
     checkpoint = run.checkpoint(3)
     for ranks, micro_batch in ((1, 1), (1, 5), (2, 4), (3, 3), (4, 16)):
         found = train_gpt("--eval", "-m", checkpoint, "-d", folder / "data", "-b", micro_batch, ranks=ranks)
@@ -95,9 +95,8 @@ def test_log(folder, tmp_path):
 
 def test_learning_rate_zero_changes_nothing(folder, tmp_path):
     run = train_gpt(*args(folder, "-n", 2, "-b", 2, "-l", 0, "--sample-tokens", 0), out=tmp_path / "run")
-    before = (folder / "model" / "model.safetensors").read_bytes()
-    after = (run.checkpoint(2) / "model.safetensors").read_bytes()
-    assert before[-1000:] == after[-1000:]
+    before, after = weights(folder / "model"), weights(run.checkpoint(2))
+    assert before.keys() == after.keys() and all(before[k].tobytes() == after[k].tobytes() for k in before)
 
 
 def byte_tokenizer(path):
@@ -117,12 +116,12 @@ def byte_tokenizer(path):
 
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory):
-    """A byte model that has learnt 'abcdefgh' going round."""
+    """A byte model that has learnt 'abcdefg' going round; windows of 16 start at every letter."""
     folder = tmp_path_factory.mktemp("speaker")
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(gpt2_config(256, 32, 16, L=1, NH=2)))
     byte_tokenizer(folder / "model" / "tokenizer.json")
-    shard_write(folder / "data" / "train_000000.bin", np.frombuffer(b"abcdefgh" * 500, np.uint8), 256)
+    shard_write(folder / "data" / "train_000000.bin", np.frombuffer(b"abcdefg" * 600, np.uint8), 256)
     run = train_gpt("-m", folder / "model", "--from-scratch", "-d", folder / "data", "-n", 60, "-b", 8, "-l", 1e-2,
                     "--sample-tokens", 0, out=folder / "run")
     return run.checkpoint(60)
@@ -131,7 +130,7 @@ def speaker(tmp_path_factory):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_generate_greedy(speaker, ranks):
     out = train_gpt("-m", speaker, "--generate", "cdef", "--sample-tokens", 12, "--temperature", 0, ranks=ranks).out
-    assert "cdefghabcdefghab" in out
+    assert "cdefgabcdefgabcd" in out
 
 
 def test_generate_is_seeded(speaker):
@@ -139,12 +138,12 @@ def test_generate_is_seeded(speaker):
         return train_gpt("-m", speaker, "--generate", "ab", "--sample-tokens", 40, "--temperature", 5, *flags).out
 
     assert sample("-s", 1) == sample("-s", 1) != sample("-s", 2)
-    assert "abcdefghabcdefgh" in sample("--top-k", 1)
+    assert "abcdefgabcdefg" in sample("--top-k", 1)
 
 
 def test_generate_past_the_context(speaker):
-    out = train_gpt("-m", speaker, "--generate", "abcdefgh" * 10, "--sample-tokens", 16, "--temperature", 0).out
-    assert "abcdefgh" * 12 in out
+    out = train_gpt("-m", speaker, "--generate", "abcdefg" * 10, "--sample-tokens", 14, "--temperature", 0).out
+    assert "abcdefg" * 12 in out
 
 
 def test_help_and_version():

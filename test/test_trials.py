@@ -107,6 +107,9 @@ def test_e(tmp_path, device, stage, ranks, clip, expected):
 
 
 def model_w(tmp_path):
+    """On paper every gradient is 0. In fp32 the gradient of ln_f.bias, a sum of V terms that cancel, is exactly 0 only
+    while the weights are powers of two; after that it is rounding noise of 1e-8, which Adam at eps 1e-8 would turn into
+    full steps. So W runs at eps 1, which no number of the trial depends on."""
     config = gpt2_config(4, 4, 4)
     tensors = {name: np.ones(shape, np.float32) for name, shape in init.gpt2_shapes(config).items()}
     tensors["transformer.ln_f.weight"][:] = 0
@@ -118,19 +121,21 @@ def assert_decayed(folder, factor):
     for name, tensor in weights(folder).items():
         if tensor.ndim == 2:
             assert tensor == pytest.approx(np.full(tensor.shape, factor), abs=5e-7), name
+        elif "ln_f" in name:
+            assert np.all(abs(tensor) < 1e-7), name
         else:
-            assert np.all(tensor == (0 if "ln_f" in name else 1)), f"{name} is 1-D: it must not decay"
+            assert np.all(tensor == 1), f"{name} is 1-D: it must not decay"
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_w_decay(tmp_path, device, stage, ranks):
     model, data = model_w(tmp_path), shards(tmp_path, [0, 1, 2, 3, 0], ranks)
-    run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", 1, "-n", 2, "-l", 0.1, "--weight-decay", 0.5,
+    run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", 1, "-n", 2, "-l", 0.1, "--weight-decay", 0.5, "--eps", 1,
                     "--warmup", 0, "--schedule", "constant", "--save-every", 1, "--sample-tokens", 0, ranks=ranks,
                     device=device, out=tmp_path / "run")
     assert run.series("loss") == pytest.approx([1.386294] * 2, abs=2e-6)
-    assert run.series("norm") == [0, 0]
+    assert run.series("norm") == pytest.approx([0, 0], abs=2e-7)
     assert_decayed(run.checkpoint(1), 0.95)
     assert_decayed(run.checkpoint(2), 0.9025)
 
@@ -139,7 +144,7 @@ def test_w_decay(tmp_path, device, stage, ranks):
 @pytest.mark.parametrize("stage", STAGES)
 def test_w_schedule(tmp_path, device, stage, ranks):
     model, data = model_w(tmp_path), shards(tmp_path, [0, 1, 2, 3, 0], ranks)
-    flags = ["-d", data, "-z", stage, "-b", 1, "-n", 8, "-l", 0.1, "--min-lr", 0.01, "--warmup", 4, "--weight-decay", 1,
+    flags = ["-d", data, "-z", stage, "-b", 1, "-n", 8, "-l", 0.1, "--min-lr", 0.01, "--warmup", 4, "--weight-decay", 1, "--eps", 1,
              "--schedule", "cosine", "--save-every", 4, "--sample-tokens", 0]
     lrs = [0.025, 0.05, 0.075, 0.1, 0.1, 0.0868198, 0.055, 0.0231802]
     whole = train_gpt("-m", model, *flags, ranks=ranks, device=device, out=tmp_path / "whole")

@@ -89,8 +89,8 @@ def train_gpt(*args, ranks=1, device="cpu", out=None, ok=True, timeout=300, wrap
         pytest.skip(f"{ranks} ranks need {ranks} GPUs, have {num_gpus()}")
     if out is not None:
         args = (*args, "-o", out)
-    process = subprocess.run(command(args, ranks, device, wrapper), capture_output=True, text=True, timeout=timeout,
-                             env=environment(**env), cwd=cwd, stdin=subprocess.DEVNULL)
+    process = subprocess.run(command(args, ranks, device, wrapper), capture_output=True, text=True, errors="replace",
+                             timeout=timeout, env=environment(**env), cwd=cwd, stdin=subprocess.DEVNULL)
     run = Run(process, pathlib.Path(out) if out is not None else None)
     if ok:
         assert run.code == 0, f"exit {run.code} of {args}\n{run.out[-2000:]}\n{run.err[-2000:]}"
