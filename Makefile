@@ -157,4 +157,6 @@ help:
 
 .PHONY: all tests list-tests test spills lint clean help force
 .SECONDARY:
--include $(wildcard $(BUILD)/*.d)
+DEPENDENCIES := $(wildcard $(BUILD)/*.d)
+$(DEPENDENCIES): ;
+-include $(DEPENDENCIES)

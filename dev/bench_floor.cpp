@@ -1,20 +1,20 @@
-/* bench_floor.cpp: how fast could this machine at best train one step of a GPT-2? train_gpt on a CPU is judged against it.
+/* bench_floor.cpp: how fast could this machine at best train one step of a GPT-2? A CPU run is judged against it.
  *   bench_floor                  prints the two speeds of the machine
  *   bench_floor L C NH T B V     and the floor of a step: layers, channels, heads, context, sequences, vocabulary
  *
  *   floor = (matrix + attention flops) / FMA peak  +  optimizer bytes / triad speed
- *     matrix     6 * B*T * (12*L*C^2 + V*C)    each matrix weight is used three times (forward, gradient of the input, gradient
- *                                              of the weight), 2 flops a token each; the MLP is 4*C wide; the head counts
- *     attention  7 * B*T * L * C * (T+1)       2 products forward and 5 backward, 2 flops, over the causal half of T x T
- *     optimizer  28 * parameters               AdamW reads weight, gradient, m, v and writes weight, m, v, in fp32, once a
- *                                              step; parameters = 12*L*C^2 + 13*L*C + (V + T + 2)*C
- * It leaves out norms, GELU, softmax, cross-entropy and all activations in memory, and lets nothing overlap. NH does not
- * change it.
+ *     matrix     6 * B*T * (12*L*C^2 + V*C)   a matrix weight is used three times (forward, gradient of the input,
+ *                                             gradient of the weight), 2 flops a token each; the MLP is 4*C wide
+ *     attention  7 * B*T * L * C * (T+1)      2 products forward and 5 backward, 2 flops, over the causal half of T x T
+ *     optimizer  28 * parameters              AdamW reads weight, gradient, m, v and writes weight, m, v in fp32;
+ *                                             parameters = 12*L*C^2 + 13*L*C + (V + T + 2)*C
+ * It leaves out norms, GELU, softmax, cross-entropy and all activations in memory, and lets nothing overlap. NH does
+ * not change it.
  *
- * FMA peak: every thread runs chains of independent fused multiply-adds in registers, and their best speeds are added up.
- * Triad: b = a*s + b over arrays far larger than the caches, two reads and a write, which is the optimizer's pattern (all
- * it writes it has read). On a shared or throttled machine both move by the minute: measure the step and the floor in turn.
- * The last line is for scripts: fma_gflops X triad_gbps X [floor_ms X].
+ * FMA peak: every thread runs chains of independent fused multiply-adds in registers; their best speeds are added up.
+ * Triad: b = a*s + b over arrays far larger than the caches, two reads and a write, which is the optimizer's pattern
+ * (all it writes it has read). On a shared or throttled machine both move by the minute: measure step and floor in
+ * turn. The last line is for scripts: fma_gflops X triad_gbps X [floor_ms X].
  *
  * g++ -std=c++17 -O3 -march=native -ffp-contract=fast -fopenmp dev/bench_floor.cpp -o bench_floor */
 #include <cstdio>
@@ -31,7 +31,7 @@ static double now_s()
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-enum { NUM_CHAINS = 12 };       // a multiply-add takes 4 cycles and two can start in each: 8 are needed, 12 fit 16 registers
+enum { NUM_CHAINS = 12 };       // a multiply-add takes 4 cycles, two can start in each: 8 are needed, 12 fit registers
 
 /* noipa: else the compiler works out the chain that starts at a fixed point of x * factor + term. */
 __attribute__((noipa)) static float fma_chains(long num_rounds, vf factor, vf term)
@@ -108,8 +108,8 @@ int main(int argc, char** argv)
     }
     const int num_threads = omp_get_max_threads();
     const double gflops = fma_peak_gflops(num_threads), gbps = triad_gbps(num_threads);
-    printf("%d threads, %d floats a vector: %.1f GFLOP/s fused multiply-add, %.1f GB/s triad\n", num_threads, VF, gflops,
-           gbps);
+    printf("%d threads, %d floats a vector: %.1f GFLOP/s fused multiply-add, %.1f GB/s triad\n",
+           num_threads, VF, gflops, gbps);
     if (argc == 1) {
         printf("fma_gflops %.2f triad_gbps %.2f\n", gflops, gbps);
         return 0;

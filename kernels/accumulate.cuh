@@ -25,14 +25,14 @@ static void loss_accumulate_cpu(double* sums, const float* losses, const int* ta
     }
 }
 #else
-__global__ void accumulate_kernel(float* out, const float* inp, size_t n)
+static __global__ void accumulate_kernel(float* out, const float* inp, size_t n)
 {
     size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
     if (i < n) out[i] += inp[i];
 }
 
 /* One block: thread k sums k, k + 256, ...; then a tree over the threads. */
-__global__ void loss_accumulate_kernel(double* sums, const float* losses, const int* targets, size_t n)
+static __global__ void loss_accumulate_kernel(double* sums, const float* losses, const int* targets, size_t n)
 {
     SHARED(double, count, [256]);
     SHARED(double, total, [256]);
@@ -76,3 +76,41 @@ static void loss_accumulate(double* sums, const float* losses, const int* target
     CUDA_CHECK(cudaGetLastError());
 #endif
 }
+
+#ifdef OP_TESTS
+
+static void accumulate_test(OpRun* run)
+{
+    const size_t n = (size_t)run->dims[0];
+    OpTensor<float> out = op_inout<float>(run, "out", n, 0.0, 1.0), inp = op_input<float>(run, "inp", n, 0.0, 1.0);
+    OP_RUN(run, 12.0 * n, 0, accumulate(out.dev, inp.dev, n, 0));
+    for (size_t i = 0; i < n; i++) out.f64[i] += inp.f64[i];
+    op_check_exact(run, out);
+}
+
+static void loss_accumulate_test(OpRun* run)
+{
+    const int rows = run->dims[0];
+    OpTensor<float> losses = op_input<float>(run, "losses", rows, 3.0, 1.0);
+    OpInts targets = op_ints(run, "targets", rows, -8, 64);
+    double truth[2] = {7.0, 2.5};
+    double* sums = (double*)op_bytes(run, "sums", OpKind::INOUT, truth, sizeof truth);
+    OP_RUN(run, 8.0 * rows, 0, loss_accumulate(sums, losses.dev, targets.dev, rows, 0));
+    for (int row = 0; row < rows; row++) {
+        truth[0] += targets.h[row] >= 0;
+        truth[1] += targets.h[row] >= 0 ? losses.f64[row] : 0.0;
+    }
+    const double* ours = (const double*)op_result(run, "sums");
+    op_check_value(run, "num_tokens", ours[0], truth[0], 0.0);
+    op_check_value(run, "sum_losses", ours[1], truth[1], 1e-12 * truth[1]);
+}
+
+static const OpTest accumulate_tests[] = {
+    {"accumulate", accumulate_test, {1}, OpWhen::ALWAYS},
+    {"accumulate", accumulate_test, {4099}, OpWhen::ALWAYS},
+    {"loss_accumulate", loss_accumulate_test, {1}, OpWhen::ALWAYS},
+    {"loss_accumulate", loss_accumulate_test, {5000}, OpWhen::ALWAYS},
+    {"accumulate", accumulate_test, {124 * 1000 * 1000}, OpWhen::BENCH},
+};
+
+#endif

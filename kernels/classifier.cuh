@@ -2,9 +2,8 @@
  *   loss_n   = log(sum_v exp(z_nv - m_n)) + m_n - z_n,target      m_n = max_v z_nv, over the V real columns
  *   dlogits  = dloss * (softmax(z) - onehot(target))              columns V..VP-1 are out of the softmax: gradient 0
  *   a row whose target is negative is not counted: loss 0, gradient 0
- *   loss_accumulate: sums[0] += number of counted rows, sums[1] += their losses
- * shapes  logits (rows,VP) floatX; losses (rows) fp32; targets (rows) int; sums (2) double
- * writes  losses =; logits = dlogits when backward, else untouched; sums +=
+ * shapes  logits (rows,VP) floatX; losses (rows) fp32; targets (rows) int
+ * writes  losses =; logits = dlogits when backward, else untouched
  * needs   1 <= V <= VP, VP % 64 == 0, targets < V
  * exact   fixed reduction order: same bits on every run and for any number of CPU threads. Sums over V run in fp32 over
  *         short stretches and in double across them, so a loss over 50257 columns is good to the last bit or two.
@@ -90,18 +89,6 @@ static void classifier_cpu(float* logits, float* losses, const int* targets, int
     }
 }
 
-static void loss_accumulate_cpu(double* sums, const float* losses, const int* targets, int rows)
-{
-    double num_tokens = 0.0, loss = 0.0;
-    for (int row = 0; row < rows; row++) {
-        if (targets[row] < 0) continue;
-        num_tokens += 1.0;
-        loss += (double)losses[row];
-    }
-    sums[0] += num_tokens;
-    sums[1] += loss;
-}
-
 #else
 
 static constexpr int CLASSIFIER_MAX_BLOCK = 1024;    // few long rows at a time: each is still in L2 for pass two
@@ -116,7 +103,7 @@ template <int W> DEV void classifier_load(float (&x)[W], const floatX* z, int v,
 }
 
 /* A block a row. Pass one: each thread's running maximum and sum relative to it. Pass two: the gradient. */
-template <int W> __global__ void __launch_bounds__(CLASSIFIER_MAX_BLOCK)
+template <int W> static __global__ void __launch_bounds__(CLASSIFIER_MAX_BLOCK)
 classifier_kernel(floatX* logits, float* losses, const int* targets, int V, int VP, float dloss, bool backward)
 {
     SHARED(float, partial_max, [32]);
@@ -157,25 +144,6 @@ classifier_kernel(floatX* logits, float* losses, const int* targets, int V, int 
     }
 }
 
-/* One block: the rows of a micro-step are few. */
-__global__ void __launch_bounds__(CLASSIFIER_MAX_BLOCK)
-loss_accumulate_kernel(double* sums, const float* losses, const int* targets, int rows)
-{
-    SHARED(double, partial, [2][32]);
-    double num_tokens = 0.0, loss = 0.0;
-    for (int row = threadIdx.x; row < rows; row += CLASSIFIER_MAX_BLOCK) {
-        if (targets[row] < 0) continue;
-        num_tokens += 1.0;
-        loss += (double)losses[row];
-    }
-    num_tokens = block_sum(num_tokens, partial[0]);
-    loss = block_sum(loss, partial[1]);
-    if (threadIdx.x == 0) {
-        sums[0] += num_tokens;
-        sums[1] += loss;
-    }
-}
-
 static unsigned classifier_block(int VP, int width)
 {
     const size_t threads = round_up(ceil_div(VP, width), 32);
@@ -197,15 +165,6 @@ static void classifier(floatX* logits, float* losses, const int* targets, int ro
     else
         LAUNCH((classifier_kernel<1>), rows, classifier_block(VP, 1), 0, stream, logits, losses, targets, V, VP, dloss,
                backward);
-    CUDA_CHECK(cudaGetLastError());
-#endif
-}
-
-static void loss_accumulate(double* sums, const float* losses, const int* targets, int rows, cudaStream_t stream)
-{
-    ON_CPU(loss_accumulate_cpu(sums, losses, targets, rows));
-#ifndef DEVICE_CPU
-    LAUNCH(loss_accumulate_kernel, 1, CLASSIFIER_MAX_BLOCK, 0, stream, sums, losses, targets, rows);
     CUDA_CHECK(cudaGetLastError());
 #endif
 }
@@ -291,23 +250,6 @@ static void classifier_slope_test(OpRun* run)
                                          op_dot(losses, dlosses.f64, rows)));
 }
 
-static void loss_accumulate_test(OpRun* run)
-{
-    const int rows = run->dims[0];
-    OpTensor<float> losses = op_input<float>(run, "losses", rows, 3.0, 1.0);
-    OpInts targets = classifier_test_targets(run, rows, 64);
-    double truth[2] = {7.0, 2.5};
-    double* sums = (double*)op_bytes(run, "sums", OpKind::INOUT, truth, sizeof truth);
-    OP_RUN(run, 8.0 * rows, 0, loss_accumulate(sums, losses.dev, targets.dev, rows, 0));
-    for (int row = 0; row < rows; row++) {
-        truth[0] += targets.h[row] >= 0;
-        truth[1] += targets.h[row] >= 0 ? losses.f64[row] : 0.0;
-    }
-    const double* ours = (const double*)op_result(run, "sums");
-    op_check_value(run, "num_tokens", ours[0], truth[0], 0.0);
-    op_check_value(run, "sum_losses", ours[1], truth[1], 1e-12 * truth[1]);
-}
-
 static const OpTest classifier_tests[] = {
     {"classifier_forward", classifier_forward_test, {1, 1}, OpWhen::ALWAYS},
     {"classifier_forward", classifier_forward_test, {7, 1000}, OpWhen::ALWAYS},
@@ -321,8 +263,6 @@ static const OpTest classifier_tests[] = {
     {"classifier", classifier_test, {16, 128256}, OpWhen::LARGE},
     {"classifier_slope", classifier_slope_test, {3, 64}, OpWhen::ALWAYS},
     {"classifier_slope", classifier_slope_test, {5, 128}, OpWhen::ALWAYS},
-    {"loss_accumulate", loss_accumulate_test, {1}, OpWhen::ALWAYS},
-    {"loss_accumulate", loss_accumulate_test, {5000}, OpWhen::ALWAYS},
     {"classifier_forward", classifier_forward_test, {1024, 50257}, OpWhen::BENCH},
     {"classifier", classifier_test, {1024, 50257}, OpWhen::BENCH},
 };

@@ -57,7 +57,7 @@ static constexpr int EMBEDDING_LOOKS = 4;            // tokens a thread compares
 static constexpr int EMBEDDING_CHUNK = EMBEDDING_BLOCK * EMBEDDING_LOOKS;
 
 /* A block a row. */
-template <int W> __global__ void __launch_bounds__(EMBEDDING_BLOCK)
+template <int W> static __global__ void __launch_bounds__(EMBEDDING_BLOCK)
 embedding_forward_kernel(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe, int T, int C)
 {
     const size_t n = blockIdx.x, t = n % (size_t)T, token = (size_t)tokens[n];
@@ -71,7 +71,7 @@ embedding_forward_kernel(floatX* out, const int* tokens, const floatX* wte, cons
     }
 }
 
-template <int W> __global__ void __launch_bounds__(EMBEDDING_BLOCK)
+template <int W> static __global__ void __launch_bounds__(EMBEDDING_BLOCK)
 embedding_backward_wpe_kernel(float* dwpe, const floatX* dout, int B, int T, int C)
 {
     const size_t t = blockIdx.x;
@@ -93,7 +93,7 @@ embedding_backward_wpe_kernel(float* dwpe, const floatX* dout, int B, int T, int
 /* Block n asks whether tokens[n] stands further left; if so it is done, mostly after a few looks. If not, the token is
  * its own: it lists the token's places from n on, a chunk at a time and in order, and adds their rows in registers.
  * blockIdx.y is the range of columns. */
-template <int W> __global__ void __launch_bounds__(EMBEDDING_BLOCK)
+template <int W> static __global__ void __launch_bounds__(EMBEDDING_BLOCK)
 embedding_backward_wte_kernel(float* dwte, const floatX* dout, const int* tokens, int N, int C)
 {
     SHARED(unsigned, matches, [EMBEDDING_LOOKS * EMBEDDING_WARPS]);
@@ -221,8 +221,8 @@ static void embedding_forward_test(OpRun* run)
     op_check_exact(run, out);
 }
 
-/* Sums of grid values are exact, so a row added twice or left out shows. With a period (the fifth size) a token's places
- * are exactly that far apart, else every second token is one of a few: some lists of places are long and some short. */
+/* Sums of grid values are exact, so a row added twice or left out shows. With a period (the fifth size) a token's
+ * places are exactly that far apart; else every second token is one of a few, so that some lists of places are long. */
 static void embedding_backward_test(OpRun* run)
 {
     const int B = run->dims[0], T = run->dims[1], C = run->dims[2], V = run->dims[3], period = run->dims[4];

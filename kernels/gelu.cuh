@@ -71,7 +71,7 @@ template <bool BACKWARD, Gelu KIND> DEV float gelu_element(float x, float dout)
 }
 
 /* One vector a thread; the thread with the last, short one goes element by element. */
-template <bool BACKWARD, Gelu KIND, int W> __global__ void __launch_bounds__(GELU_BLOCK)
+template <bool BACKWARD, Gelu KIND, int W> static __global__ void __launch_bounds__(GELU_BLOCK)
 gelu_kernel(floatX* out, const floatX* dout, const floatX* inp, size_t n)
 {
     size_t i = ((size_t)blockIdx.x * GELU_BLOCK + threadIdx.x) * W;

@@ -64,7 +64,7 @@ static void state_hash_accumulate_cpu(unsigned long long* result, const unsigned
 
 static constexpr int GLOBAL_NORM_BLOCK = 256;
 
-template <int W> __global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
+template <int W> static __global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
 global_norm_kernel(double* scratch, const float* grad, size_t n)
 {
     SHARED(double, partial, [2][32]);
@@ -93,7 +93,7 @@ global_norm_kernel(double* scratch, const float* grad, size_t n)
     }
 }
 
-__global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
+static __global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
 global_norm_finish_kernel(double* result, const double* scratch, int num_parts)
 {
     SHARED(double, partial, [2][32]);
@@ -111,7 +111,7 @@ global_norm_finish_kernel(double* result, const double* scratch, int num_parts)
 }
 
 /* Integer atomics: the order in which blocks arrive does not matter. */
-__global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
+static __global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
 state_hash_kernel(unsigned long long* result, const unsigned* words, size_t n, unsigned long long first_idx)
 {
     unsigned long long sum = 0;

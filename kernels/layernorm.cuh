@@ -113,7 +113,7 @@ static constexpr int LAYERNORM_MAX_BLOCK = 1024;
 
 /* A warp a row. The row is read three times, the second and third time from the L1 cache. Without RESIDUAL a is the
  * input, and b and residual are not touched. */
-template <bool RESIDUAL, int W> __global__ void __launch_bounds__(LAYERNORM_BLOCK)
+template <bool RESIDUAL, int W> static __global__ void __launch_bounds__(LAYERNORM_BLOCK)
 layernorm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* a, const floatX* b,
                          const floatX* weight, const floatX* bias, int N, int C, float eps)
 {
@@ -176,7 +176,7 @@ template <int W> DEV void layernorm_backward_columns(floatX* dinp, float (&dweig
 
 /* A block a part, its rows one after another, one barrier each. A thread owns W columns and keeps their sums in
  * registers; in rows too long for the block it owns more, and keeps the sums of those in scratch. */
-template <int W> __global__ void __launch_bounds__(LAYERNORM_MAX_BLOCK)
+template <int W> static __global__ void __launch_bounds__(LAYERNORM_MAX_BLOCK)
 layernorm_backward_kernel(floatX* dinp, float* scratch, const floatX* dout, const floatX* inp, const floatX* weight,
                           const float* mean, const float* rstd, int N, int C)
 {
@@ -233,7 +233,7 @@ layernorm_backward_kernel(floatX* dinp, float* scratch, const floatX* dout, cons
 }
 
 /* A block adds 32 columns of all parts: warp w takes parts w, w + 8, ..., then warp 0 adds the warps in order. */
-__global__ void __launch_bounds__(LAYERNORM_BLOCK)
+static __global__ void __launch_bounds__(LAYERNORM_BLOCK)
 layernorm_reduce_kernel(float* dweight, float* dbias, const float* scratch, int num_parts, int C)
 {
     static constexpr int NUM_WARPS = LAYERNORM_BLOCK / 32;

@@ -2,15 +2,17 @@
  *   out     = inp * weight^T + bias              (bias may be null)
  *   dinp    = dout * weight  or  +=              (accumulate)
  *   dweight += dout^T * inp      dbias += sum_n(dout)
- * shapes  inp dinp (N,IC), out dout (N,OC), bias (OC) floatX; weight (OC,IC) in Layout::OUT_IN (torch's Linear) or (IC,OC) in
- *         Layout::IN_OUT (GPT-2's files) floatX; dweight as weight, dbias (OC), scratch (matmul_scratch_elems(OC)) fp32
+ * shapes  inp dinp (N,IC), out dout (N,OC), bias (OC) floatX; weight (OC,IC) in Layout::OUT_IN (torch's Linear) or
+ *         (IC,OC) in Layout::IN_OUT (GPT-2's files) floatX; dweight as weight, dbias (OC), scratch
+ *         (matmul_scratch_elems(OC)) fp32
  * writes  forward out =; backward_input dinp = or +=; backward_weight dweight +=, dbias +=
  * needs   matmul_init() once; any N, IC, OC. cuBLASLt's work space is shared, so all calls are to go to one stream.
- * exact   fp32 products in fp32 (no TF32); bf16 and fp16 multiply exactly and sum in fp32. Same bits on every run; on the CPU for
- *         any number of threads; on a GPU, the same bits for the same shapes and card.
+ * exact   fp32 products in fp32 (no TF32); bf16 and fp16 multiply exactly and sum in fp32. Same bits on every run; on
+ *         the CPU for any number of threads; on a GPU, the same bits for the same shapes and card.
  * cost    2*N*IC*OC flops each, judged against the FMA (CPU) or tensor core (GPU) peak
- * source  CPU: cpu/gemm.h. GPU: cuBLASLt. It is column-major: it sees each of our row-major matrices transposed, so a product is
- *         asked for as D^T = B^T * A^T, and a row-major (rows, cols) matrix is given to it as (cols, rows) with leading dimension cols. */
+ * source  CPU: cpu/gemm.h. GPU: cuBLASLt. It is column-major: it sees each of our row-major matrices transposed, so a
+ *         product is asked for as D^T = B^T * A^T, and a row-major (rows, cols) matrix is given to it as (cols, rows)
+ *         with leading dimension cols. */
 #pragma once
 #include "common.cuh"
 #ifdef DEVICE_CPU
@@ -27,16 +29,24 @@ static void matmul_init() { gemm_init(); }
 static void matmul_free() { gemm_free(); }
 static size_t matmul_scratch_elems(int) { return 1; }
 
-static void matmul_forward_cpu(float* out, const float* inp, const float* weight, const float* bias, int N, int IC, int OC, Layout layout)
+/* The weight as an (IC,OC) matrix. */
+static GemmOperand matmul_weight_cpu(const float* weight, int IC, int OC, Layout layout)
 {
-    GemmOperand w = layout == Layout::OUT_IN ? GemmOperand{weight, (size_t)IC, true} : GemmOperand{weight, (size_t)OC, false};
-    gemm(out, OC, {inp, (size_t)IC, false}, w, N, OC, IC, bias, false);
+    if (layout == Layout::OUT_IN) return {weight, (size_t)IC, true};
+    return {weight, (size_t)OC, false};
 }
 
-static void matmul_backward_input_cpu(float* dinp, const float* dout, const float* weight, int N, int IC, int OC, Layout layout,
-                                      bool accumulate)
+static void matmul_forward_cpu(float* out, const float* inp, const float* weight, const float* bias, int N, int IC,
+                               int OC, Layout layout)
 {
-    GemmOperand w = layout == Layout::OUT_IN ? GemmOperand{weight, (size_t)IC, false} : GemmOperand{weight, (size_t)OC, true};
+    gemm(out, OC, {inp, (size_t)IC, false}, matmul_weight_cpu(weight, IC, OC, layout), N, OC, IC, bias, false);
+}
+
+static void matmul_backward_input_cpu(float* dinp, const float* dout, const float* weight, int N, int IC, int OC,
+                                      Layout layout, bool accumulate)
+{
+    GemmOperand w = matmul_weight_cpu(weight, IC, OC, layout);
+    w.transposed = !w.transposed;
     gemm(dinp, IC, {dout, (size_t)OC, false}, w, N, IC, OC, nullptr, accumulate);
 }
 
@@ -61,8 +71,8 @@ static void matmul_backward_bias_cpu(float* dbias, const float* dout, int N, int
     }
 }
 
-static void matmul_backward_weight_cpu(float* dweight, float* dbias, const float* dout, const float* inp, int N, int IC, int OC,
-                                       Layout layout)
+static void matmul_backward_weight_cpu(float* dweight, float* dbias, const float* dout, const float* inp, int N, int IC,
+                                       int OC, Layout layout)
 {
     GemmOperand dout_t = {dout, (size_t)OC, true}, inp_t = {inp, (size_t)IC, true};
     if (layout == Layout::OUT_IN) gemm(dweight, IC, dout_t, {inp, (size_t)IC, false}, OC, IC, N, nullptr, true);
@@ -77,11 +87,12 @@ static size_t matmul_scratch_elems(int OC) { return (size_t)MATMUL_BIAS_PARTS * 
 
 #define CUBLAS_CHECK(call) do { \
     cublasStatus_t cublas_status_ = (call); \
-    if (cublas_status_ != CUBLAS_STATUS_SUCCESS) die_at(WHERE, "%s: %s", #call, cublasLtGetStatusString(cublas_status_)); \
+    if (cublas_status_ != CUBLAS_STATUS_SUCCESS) \
+        die_at(WHERE, "%s: %s", #call, cublasLtGetStatusString(cublas_status_)); \
 } while (0)
 
-/* What a plan is looked up by. D (m,n) = op(A) (m,k) * op(B) (k,n), column-major as cuBLASLt has it; A and B floatX. Plain integers
- * without padding, so that keys can be compared as bytes. */
+/* What a plan is looked up by. D (m,n) = op(A) (m,k) * op(B) (k,n), column-major as cuBLASLt has it; A and B floatX.
+ * Plain integers without padding, so that keys can be compared as bytes. */
 typedef struct { int m, n, k, transpose_a, transpose_b, d_is_float, has_bias, alignment_bytes; } MatmulShape;
 
 typedef struct {
@@ -123,7 +134,8 @@ static void matmul_free()
     memset(&matmul_state, 0, sizeof matmul_state);
 }
 
-template<class T> static void matmul_desc_set(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute, T value)
+template<class T> static void matmul_desc_set(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute,
+                                              T value)
 {
     CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(desc, attribute, &value, sizeof value));
 }
@@ -140,7 +152,7 @@ static bool matmul_plan_ask(MatmulPlan* plan)
     cublasLtMatmulPreference_t preference;
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
     matmul_preference_set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, MATMUL_WORKSPACE_BYTES);
-    const uint32_t partial_sums_in_fp32 = 2;                // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: never added up in 16 bits
+    const uint32_t partial_sums_in_fp32 = 2;                // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, never 16 bits
     matmul_preference_set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, partial_sums_in_fp32);
     const uint32_t alignment = plan->shape.alignment_bytes;
     matmul_preference_set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment);
@@ -149,8 +161,8 @@ static bool matmul_plan_ask(MatmulPlan* plan)
     matmul_preference_set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment);
     cublasLtMatmulHeuristicResult_t result;
     int num_results = 0;
-    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(matmul_state.handle, plan->desc, plan->a, plan->b, plan->d, plan->d,
-                                                           preference, 1, &result, &num_results);
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(matmul_state.handle, plan->desc, plan->a, plan->b, plan->d,
+                                                           plan->d, preference, 1, &result, &num_results);
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
     if (status != CUBLAS_STATUS_SUCCESS && status != CUBLAS_STATUS_NOT_SUPPORTED) CUBLAS_CHECK(status);
     if (status != CUBLAS_STATUS_SUCCESS || num_results == 0) return false;
@@ -175,8 +187,8 @@ static void matmul_plan_make(MatmulPlan* plan, MatmulShape s)
         plan->bias_fused = matmul_plan_ask(plan);
         if (plan->bias_fused) return;
         if (!matmul_state.said_unfused)
-            fprintf(stderr, "cuBLASLt has no bias epilogue for (%d,%d) x %d; such biases are added in a pass of their own\n",
-                    s.m, s.n, s.k);
+            fprintf(stderr, "cuBLASLt has no bias epilogue for (%d,%d) x %d: added in a pass of its own\n", s.m, s.n,
+                    s.k);
         matmul_state.said_unfused = true;
         matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_DEFAULT);
     }
@@ -204,8 +216,8 @@ template<class D> static bool matmul_lt(D* d, const floatX* a, const floatX* b, 
                                          (int)(address_bits & -address_bits)});
     if (plan->bias_fused) matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, (const void*)bias);
     const float alpha = 1.0f;
-    CUBLAS_CHECK(cublasLtMatmul(matmul_state.handle, plan->desc, &alpha, a, plan->a, b, plan->b, &beta, d, plan->d, d, plan->d,
-                                &plan->algo, matmul_state.workspace, MATMUL_WORKSPACE_BYTES, stream));
+    CUBLAS_CHECK(cublasLtMatmul(matmul_state.handle, plan->desc, &alpha, a, plan->a, b, plan->b, &beta, d, plan->d, d,
+                                plan->d, &plan->algo, matmul_state.workspace, MATMUL_WORKSPACE_BYTES, stream));
     return plan->bias_fused;
 }
 
@@ -221,7 +233,8 @@ __global__ void matmul_backward_bias_parts_kernel(float* parts, const floatX* do
 {
     SHARED(float, sums, [8][32]);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, col = blockIdx.x * 32 + lane;
-    const int part_rows = (N + gridDim.y - 1) / gridDim.y, first = blockIdx.y * part_rows, last = min(first + part_rows, N);
+    const int part_rows = (N + gridDim.y - 1) / gridDim.y;
+    const int first = blockIdx.y * part_rows, last = min(first + part_rows, N);
     float sum = 0.0f;
     if (col < OC)
         for (int row = first + warp; row < last; row += 8) sum += load_f(dout[(size_t)row * OC + col]);
@@ -243,28 +256,30 @@ __global__ void matmul_backward_bias_add_kernel(float* dbias, const float* parts
 
 #endif
 
-static void matmul_forward(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias, int N, int IC, int OC,
-                           Layout layout, cudaStream_t stream)
+static void matmul_forward(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias, int N, int IC,
+                           int OC, Layout layout, cudaStream_t stream)
 {
     ON_CPU(matmul_forward_cpu(out, inp, weight, bias, N, IC, OC, layout));
 #ifndef DEVICE_CPU
-    if (matmul_lt(out, weight, inp, bias, OC, N, IC, layout == Layout::OUT_IN, false, 0.0f, stream) || bias == nullptr) return;
+    const bool bias_added = matmul_lt(out, weight, inp, bias, OC, N, IC, layout == Layout::OUT_IN, false, 0.0f, stream);
+    if (bias_added || bias == nullptr) return;
     LAUNCH(matmul_bias_kernel, N, 256, 0, stream, out, bias, OC);
     CUDA_CHECK(cudaGetLastError());
 #endif
 }
 
-static void matmul_backward_input(floatX* dinp, const floatX* dout, const floatX* weight, int N, int IC, int OC, Layout layout,
-                                  bool accumulate, cudaStream_t stream)
+static void matmul_backward_input(floatX* dinp, const floatX* dout, const floatX* weight, int N, int IC, int OC,
+                                  Layout layout, bool accumulate, cudaStream_t stream)
 {
     ON_CPU(matmul_backward_input_cpu(dinp, dout, weight, N, IC, OC, layout, accumulate));
 #ifndef DEVICE_CPU
-    matmul_lt(dinp, weight, dout, nullptr, IC, N, OC, layout == Layout::IN_OUT, false, accumulate ? 1.0f : 0.0f, stream);
+    const float beta = accumulate ? 1.0f : 0.0f;
+    matmul_lt(dinp, weight, dout, nullptr, IC, N, OC, layout == Layout::IN_OUT, false, beta, stream);
 #endif
 }
 
-static void matmul_backward_weight(float* dweight, float* dbias, float* scratch, const floatX* dout, const floatX* inp, int N, int IC,
-                                   int OC, Layout layout, cudaStream_t stream)
+static void matmul_backward_weight(float* dweight, float* dbias, float* scratch, const floatX* dout, const floatX* inp,
+                                   int N, int IC, int OC, Layout layout, cudaStream_t stream)
 {
     ON_CPU((void)scratch, matmul_backward_weight_cpu(dweight, dbias, dout, inp, N, IC, OC, layout));
 #ifndef DEVICE_CPU
@@ -282,41 +297,44 @@ static void matmul_backward_weight(float* dweight, float* dbias, float* scratch,
 #include "optest.h"
 
 /* Element (oc, ic) of a weight. */
-static size_t matmul_weight_idx(int oc, int ic, int IC, int OC, Layout layout)
+template<class R> static R* matmul_at(R* weight, int oc, int ic, int IC, int OC, Layout layout)
 {
-    return layout == Layout::OUT_IN ? (size_t)oc * IC + ic : (size_t)ic * OC + oc;
+    return layout == Layout::OUT_IN ? weight + (size_t)oc * IC + ic : weight + (size_t)ic * OC + oc;
 }
 
-template<class R> static void matmul_forward_ref(R* out, const R* inp, const R* weight, const R* bias, int N, int IC, int OC, Layout layout)
+template<class R> static void matmul_forward_ref(R* out, const R* inp, const R* weight, const R* bias, int N, int IC,
+                                                 int OC, Layout layout)
 {
     #pragma omp parallel for
     for (int n = 0; n < N; n++)
         for (int oc = 0; oc < OC; oc++) {
+            const R* row = inp + (size_t)n * IC;
             R sum = bias != nullptr ? bias[oc] : 0;
-            for (int ic = 0; ic < IC; ic++) sum += inp[(size_t)n * IC + ic] * weight[matmul_weight_idx(oc, ic, IC, OC, layout)];
+            for (int ic = 0; ic < IC; ic++) sum += row[ic] * *matmul_at(weight, oc, ic, IC, OC, layout);
             out[(size_t)n * OC + oc] = sum;
         }
 }
 
-template<class R> static void matmul_backward_input_ref(R* dinp, const R* dout, const R* weight, int N, int IC, int OC, Layout layout,
-                                                        bool accumulate)
+template<class R> static void matmul_backward_input_ref(R* dinp, const R* dout, const R* weight, int N, int IC, int OC,
+                                                        Layout layout, bool accumulate)
 {
     #pragma omp parallel for
     for (int n = 0; n < N; n++)
         for (int ic = 0; ic < IC; ic++) {
+            const R* row = dout + (size_t)n * OC;
             R sum = accumulate ? dinp[(size_t)n * IC + ic] : 0;
-            for (int oc = 0; oc < OC; oc++) sum += dout[(size_t)n * OC + oc] * weight[matmul_weight_idx(oc, ic, IC, OC, layout)];
+            for (int oc = 0; oc < OC; oc++) sum += row[oc] * *matmul_at(weight, oc, ic, IC, OC, layout);
             dinp[(size_t)n * IC + ic] = sum;
         }
 }
 
-template<class R> static void matmul_backward_weight_ref(R* dweight, R* dbias, const R* dout, const R* inp, int N, int IC, int OC,
-                                                         Layout layout)
+template<class R> static void matmul_backward_weight_ref(R* dweight, R* dbias, const R* dout, const R* inp, int N,
+                                                         int IC, int OC, Layout layout)
 {
     #pragma omp parallel for
     for (int oc = 0; oc < OC; oc++) {
         for (int ic = 0; ic < IC; ic++) {
-            R* sum = dweight + matmul_weight_idx(oc, ic, IC, OC, layout);
+            R* sum = matmul_at(dweight, oc, ic, IC, OC, layout);
             for (int n = 0; n < N; n++) *sum += dout[(size_t)n * OC + oc] * inp[(size_t)n * IC + ic];
         }
         if (dbias != nullptr)
@@ -371,14 +389,16 @@ template<Layout layout> static void matmul_backward_weight_test(OpRun* run)
     OpTensor<float> dweight = op_inout<float>(run, "dweight", (size_t)OC * IC, 0.0, 1.0);
     OpTensor<float> dbias = op_inout<float>(run, "dbias", OC, 0.0, 1.0);
     float* scratch = op_scratch<float>(run, matmul_scratch_elems(OC));
-    OP_RUN(run, 0, 2.0 * N * IC * OC, matmul_backward_weight(dweight.dev, has_bias ? dbias.dev : nullptr, scratch, dout.dev, inp.dev,
-                                                             N, IC, OC, layout, 0));
+    OP_RUN(run, 0, 2.0 * N * IC * OC,
+           matmul_backward_weight(dweight.dev, has_bias ? dbias.dev : nullptr, scratch, dout.dev, inp.dev, N, IC, OC,
+                                  layout, 0));
     matmul_backward_weight_ref(dweight.f64, has_bias ? dbias.f64 : nullptr, dout.f64, inp.f64, N, IC, OC, layout);
     matmul_backward_weight_ref(dweight.f32, has_bias ? dbias.f32 : nullptr, dout.f32, inp.f32, N, IC, OC, layout);
     op_check(run, dweight);
     op_check(run, dbias);
     if ((size_t)N * IC * OC > 1000000) return;
-    OpTensor<floatX> weight = op_input<floatX>(run, "weight", (size_t)OC * IC, 0.0, 1.0), bias = op_input<floatX>(run, "bias", OC, 0.0, 1.0);
+    OpTensor<floatX> weight = op_input<floatX>(run, "weight", (size_t)OC * IC, 0.0, 1.0);
+    OpTensor<floatX> bias = op_input<floatX>(run, "bias", OC, 0.0, 1.0);
     double* out = op_host(run, (size_t)N * OC);
     OP_CHECK_GRAD(run, dweight, weight, (matmul_forward_ref(out, inp.f64, weight.f64, bias.f64, N, IC, OC, layout),
                                          op_dot(out, dout.f64, (size_t)N * OC)));
@@ -387,15 +407,18 @@ template<Layout layout> static void matmul_backward_weight_test(OpRun* run)
                                          op_dot(out, dout.f64, (size_t)N * OC)));
 }
 
+#define MATMUL_TEST(name, layout, when, ...) {#name, name##_test<Layout::layout>, {__VA_ARGS__}, OpWhen::when}
 #define MATMUL_TESTS(name) \
-    {#name, name##_test<Layout::OUT_IN>, {1, 1, 1, 1}, OpWhen::ALWAYS}, {#name, name##_test<Layout::IN_OUT>, {1, 1, 1, 1}, OpWhen::ALWAYS}, \
-    {#name, name##_test<Layout::OUT_IN>, {7, 33, 65, 1}, OpWhen::ALWAYS}, {#name, name##_test<Layout::IN_OUT>, {7, 33, 65, 1}, OpWhen::ALWAYS}, \
-    {#name, name##_test<Layout::OUT_IN>, {33, 96, 64}, OpWhen::ALWAYS}, {#name, name##_test<Layout::IN_OUT>, {33, 96, 64}, OpWhen::ALWAYS}, \
-    {#name, name##_test<Layout::OUT_IN>, {130, 1, 257, 1}, OpWhen::ALWAYS}, {#name, name##_test<Layout::IN_OUT>, {130, 257, 1, 1}, OpWhen::ALWAYS}, \
-    {#name, name##_test<Layout::OUT_IN>, {257, 768, 192, 1}, OpWhen::LARGE}, {#name, name##_test<Layout::IN_OUT>, {1030, 384, 1153, 1}, OpWhen::LARGE}, \
-    {#name, name##_test<Layout::OUT_IN>, {64, 2300, 96}, OpWhen::LARGE}, {#name, name##_test<Layout::IN_OUT>, {2000, 100, 130}, OpWhen::LARGE}, \
-    {#name, name##_test<Layout::IN_OUT>, {256, 768, 3072, 1}, OpWhen::BENCH}, {#name, name##_test<Layout::IN_OUT>, {1024, 768, 3072, 1}, OpWhen::BENCH}, \
-    {#name, name##_test<Layout::OUT_IN>, {256, 768, 50304}, OpWhen::BENCH}, {#name, name##_test<Layout::IN_OUT>, {4096, 384, 1536, 1}, OpWhen::BENCH}
+    MATMUL_TEST(name, OUT_IN, ALWAYS, 1, 1, 1, 1), MATMUL_TEST(name, IN_OUT, ALWAYS, 1, 1, 1, 1), \
+    MATMUL_TEST(name, OUT_IN, ALWAYS, 7, 33, 65, 1), MATMUL_TEST(name, IN_OUT, ALWAYS, 7, 33, 65, 1), \
+    MATMUL_TEST(name, OUT_IN, ALWAYS, 33, 96, 64), MATMUL_TEST(name, IN_OUT, ALWAYS, 33, 96, 64), \
+    MATMUL_TEST(name, OUT_IN, ALWAYS, 130, 1, 257, 1), MATMUL_TEST(name, IN_OUT, ALWAYS, 130, 257, 1, 1), \
+    MATMUL_TEST(name, OUT_IN, LARGE, 257, 768, 192, 1), MATMUL_TEST(name, IN_OUT, LARGE, 1030, 384, 1153, 1), \
+    MATMUL_TEST(name, OUT_IN, LARGE, 64, 2300, 96, 1), MATMUL_TEST(name, IN_OUT, LARGE, 2000, 100, 130), \
+    MATMUL_TEST(name, IN_OUT, BENCH, 256, 768, 3072, 1), MATMUL_TEST(name, IN_OUT, BENCH, 1024, 768, 3072, 1), \
+    MATMUL_TEST(name, OUT_IN, BENCH, 256, 768, 50304), MATMUL_TEST(name, IN_OUT, BENCH, 4096, 384, 1536, 1)
 
-static const OpTest matmul_tests[] = {MATMUL_TESTS(matmul_forward), MATMUL_TESTS(matmul_backward_input), MATMUL_TESTS(matmul_backward_weight)};
+static const OpTest matmul_tests[] = {
+    MATMUL_TESTS(matmul_forward), MATMUL_TESTS(matmul_backward_input), MATMUL_TESTS(matmul_backward_weight),
+};
 #endif

@@ -203,7 +203,7 @@ static void adamw_update_cpu(float* param, float* m, float* v, const float* grad
 
 #else
 
-__global__ void step_state_kernel(StepState* state, const double* sums, StepConfig config)
+static __global__ void step_state_kernel(StepState* state, const double* sums, StepConfig config)
 {
     step_state_advance(state, sums, config);
 }
@@ -211,7 +211,7 @@ __global__ void step_state_kernel(StepState* state, const double* sums, StepConf
 static constexpr int ADAMW_BLOCK = 256;
 
 /* One vector a thread; the thread with the last, short one goes element by element. In fp32 param is the master. */
-template <int W> __global__ void __launch_bounds__(ADAMW_BLOCK)
+template <int W> static __global__ void __launch_bounds__(ADAMW_BLOCK)
 adamw_kernel(floatX* param, float* master, float* m, float* v, const float* grad, size_t n, float weight_decay,
              float beta1, float beta2, float eps, const StepState* state)
 {

@@ -166,6 +166,9 @@ template <class T> DEV Vec128<T> ld128_stream(const T* p)
     return vec128_from_bits<T>(__ldcs(reinterpret_cast<const uint4*>(p)));
 }
 template <class T> DEV void st128(T* p, const Vec128<T>& x) { *reinterpret_cast<uint4*>(p) = vec128_bits(x); }
-template <class T> DEV void st128_stream(T* p, const Vec128<T>& x) { __stcs(reinterpret_cast<uint4*>(p), vec128_bits(x)); }
+template <class T> DEV void st128_stream(T* p, const Vec128<T>& x)
+{
+    __stcs(reinterpret_cast<uint4*>(p), vec128_bits(x));
+}
 #endif
 #endif

@@ -19,10 +19,12 @@ static cudaStream_t stream;
     if (nccl_error_ != ncclSuccess) die_at(WHERE, "%s: %s", #call, ncclGetErrorString(nccl_error_)); \
 } while (0)
 
+#define MPI_CHECK(call) ENSURE((call) == MPI_SUCCESS, "%s failed", #call)
+
 static void report(bool ok_here, const char* fmt, ...)
 {
     int ok = ok_here;
-    MPI_Allreduce(MPI_IN_PLACE, &ok, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
+    MPI_CHECK(MPI_Allreduce(MPI_IN_PLACE, &ok, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD));
     if (ok) num_passed++;
     else num_failed++;
     if (rank != 0) return;
@@ -259,7 +261,7 @@ static void test_two_communicators(void)
     int fp32 = 0;
     ncclUniqueId id = {};
     if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
-    MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD);
+    MPI_CHECK(MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD));
     ncclComm_t other_comm;
     cudaStream_t other_stream;
     NCCL_CHECK(ncclCommInitRank(&other_comm, num_ranks, id, rank));
@@ -342,21 +344,29 @@ static void test_wire_bytes(void)
     for (int k = 0; k < 3; k++) before[k] = nccl_wire_bytes((Collective)k);
     fill_device(send_buffer, count, 0, 0);
     NCCL_CHECK(ncclAllReduce(send_buffer, recv_buffer, count, ncclFloat32, ncclSum, comm, stream));
-    NCCL_CHECK(ncclReduceScatter(send_buffer, recv_buffer, count / (size_t)num_ranks, ncclFloat32, ncclSum, comm, stream));
-    NCCL_CHECK(ncclAllGather(send_buffer, recv_buffer, count / (size_t)num_ranks, ncclFloat32, comm, stream));
+    size_t part = count / (size_t)num_ranks;
+    NCCL_CHECK(ncclReduceScatter(send_buffer, recv_buffer, part, ncclFloat32, ncclSum, comm, stream));
+    NCCL_CHECK(ncclAllGather(send_buffer, recv_buffer, part, ncclFloat32, comm, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
-    report(nccl_wire_bytes(Collective::ALL_REDUCE) - before[0] == 2 * ring_bytes, "wire bytes of all_reduce: 2n(R-1)/R");
-    report(nccl_wire_bytes(Collective::REDUCE_SCATTER) - before[1] == ring_bytes, "wire bytes of reduce_scatter");
-    report(nccl_wire_bytes(Collective::ALL_GATHER) - before[2] == ring_bytes, "wire bytes of all_gather");
+    uint64_t sent[3];
+    for (int k = 0; k < 3; k++) sent[k] = nccl_wire_bytes((Collective)k) - before[k];
+    report(sent[(int)Collective::ALL_REDUCE] == 2 * ring_bytes, "wire bytes of all_reduce: 2n(R-1)/R");
+    report(sent[(int)Collective::REDUCE_SCATTER] == ring_bytes, "wire bytes of reduce_scatter: n(R-1)/R");
+    report(sent[(int)Collective::ALL_GATHER] == ring_bytes, "wire bytes of all_gather: n(R-1)/R");
 }
 #endif
 
 /* ---- planted mistakes: each must end the program with a message */
 
+#ifndef DEVICE_CUDA
 static const struct { const char *name, *message; } mistakes[] = {
     {"kind", "collective mismatch"}, {"count", "collective mismatch"}, {"order", "collective mismatch"},
     {"transfer", "counts differ"},
+#ifdef DEVICE_EMU
+    {"absent", "would never return; heads of the streams:"},
+#endif
 };
+#endif
 
 static void make_mistake(const char* name)
 {
@@ -364,6 +374,8 @@ static void make_mistake(const char* name)
     if (strcmp(name, "transfer") == 0) {
         if (rank == 0) NCCL_CHECK(ncclSend(send_buffer, 2000, ncclFloat32, 1, comm, stream));
         if (rank == 1) NCCL_CHECK(ncclRecv(recv_buffer, 1000, ncclFloat32, 0, comm, stream));
+    } else if (rank == 1 && strcmp(name, "absent") == 0) {
+        sleep(20);                                   // the others give up before: EMU_HANG_S
     } else if (rank == 1 && strcmp(name, "kind") == 0) {
         NCCL_CHECK(ncclAllGather(send_buffer, recv_buffer, count, ncclFloat32, comm, stream));
     } else if (rank == 1 && strcmp(name, "order") == 0) {
@@ -389,19 +401,20 @@ static void bench(void)
             for (int i = -2; i < num_repeats; i++) {
                 if (i == 0) {
                     CUDA_CHECK(cudaDeviceSynchronize());
-                    MPI_Barrier(MPI_COMM_WORLD);
+                    MPI_CHECK(MPI_Barrier(MPI_COMM_WORLD));
                     start_s = MPI_Wtime();
                 }
-                if (kind == 0) NCCL_CHECK(ncclAllReduce(send_buffer, recv_buffer, n, ncclFloat32, ncclSum, comm, stream));
-                if (kind == 1)
-                    NCCL_CHECK(ncclReduceScatter(send_buffer, recv_buffer, part, ncclFloat32, ncclSum, comm, stream));
-                if (kind == 2) NCCL_CHECK(ncclAllGather(send_buffer, recv_buffer, part, ncclFloat32, comm, stream));
+                char *in = send_buffer, *out = recv_buffer;
+                if (kind == 0) NCCL_CHECK(ncclAllReduce(in, out, n, ncclFloat32, ncclSum, comm, stream));
+                if (kind == 1) NCCL_CHECK(ncclReduceScatter(in, out, part, ncclFloat32, ncclSum, comm, stream));
+                if (kind == 2) NCCL_CHECK(ncclAllGather(in, out, part, ncclFloat32, comm, stream));
             }
             CUDA_CHECK(cudaDeviceSynchronize());
             double us = (MPI_Wtime() - start_s) / num_repeats * 1e6;
             static const char* const names[] = {"all_reduce", "reduce_scatter", "all_gather"};
             if (rank == 0)
-                printf("%-14s %9zu bytes %10.1f us  %7.3f GB/s\n", names[kind], size_bytes, us, (double)size_bytes / us * 1e-3);
+                printf("%-14s %9zu bytes %10.1f us  %7.3f GB/s\n", names[kind], size_bytes, us,
+                       (double)size_bytes / us * 1e-3);
         }
     }
 }
@@ -446,6 +459,7 @@ static int launch_all(const char* self)
 {
     for (int r = 1; r <= 4; r++) run_child(self, r, nullptr, nullptr);
 #ifndef DEVICE_CUDA
+    setenv("EMU_HANG_S", "1", 1);
     for (const auto& mistake : mistakes) run_child(self, 2, mistake.name, mistake.message);
     run_child(self, 3, mistakes[0].name, mistakes[0].message);
 #endif
@@ -456,9 +470,9 @@ static int launch_all(const char* self)
 int main(int argc, char** argv)
 {
     if (getenv("OMPI_COMM_WORLD_SIZE") == nullptr && getenv("PMI_SIZE") == nullptr) return launch_all(argv[0]);
-    MPI_Init(&argc, &argv);
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    MPI_Comm_size(MPI_COMM_WORLD, &num_ranks);
+    MPI_CHECK(MPI_Init(&argc, &argv));
+    MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
+    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &num_ranks));
     die_rank = rank;
     die_num_ranks = num_ranks;
     int num_devices = 1;
@@ -466,7 +480,7 @@ int main(int argc, char** argv)
     CUDA_CHECK(cudaSetDevice(rank % num_devices));
     ncclUniqueId id = {};
     if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
-    MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD);
+    MPI_CHECK(MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD));
     NCCL_CHECK(ncclCommInitRank(&comm, num_ranks, id, rank));
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaMalloc(&send_buffer, BUFFER_BYTES));
@@ -498,6 +512,6 @@ int main(int argc, char** argv)
         if (rank == 0) printf("%d passed, %d failed\n", num_passed, num_failed);
     }
     NCCL_CHECK(ncclCommDestroy(comm));
-    MPI_Finalize();
+    MPI_CHECK(MPI_Finalize());
     return num_failed != 0;
 }

@@ -12,6 +12,7 @@
 #include "../kernels/matmul.cuh"
 #include "../kernels/attention.cuh"
 #include "../kernels/classifier.cuh"
+#include "../kernels/accumulate.cuh"
 #include "../kernels/global_norm.cuh"
 #include "../kernels/optimizer.cuh"
 
@@ -63,6 +64,7 @@ int main(int argc, char** argv)
     op_table(matmul_tests, filter, bench, memory_gbps, &totals);
     op_table(attention_tests, filter, bench, memory_gbps, &totals);
     op_table(classifier_tests, filter, bench, memory_gbps, &totals);
+    op_table(accumulate_tests, filter, bench, memory_gbps, &totals);
     op_table(global_norm_tests, filter, bench, memory_gbps, &totals);
     op_table(optimizer_tests, filter, bench, memory_gbps, &totals);
     matmul_free();

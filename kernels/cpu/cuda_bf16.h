@@ -1,4 +1,5 @@
-/* cuda_bf16.h: bfloat16 under NVIDIA's names: storage and conversions, round to nearest even. Arithmetic is in float. */
+/* cuda_bf16.h: bfloat16 under NVIDIA's names: storage and conversions, round to nearest even. Arithmetic is in float.
+ * A NaN becomes 0x7FFF, as NVIDIA's conversion gives it. */
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -6,8 +6,9 @@
 #include <sys/mman.h>
 #include "emu.h"
 #include "stream.h"
-#ifndef __x86_64__
+#if !defined(__x86_64__) || defined(EMU_UCONTEXT)      // EMU_UCONTEXT: to test the portable way here
 #include <ucontext.h>
+#define PORTABLE_FIBERS
 #endif
 
 static const int MAX_THREADS = 1024, MAX_WARPS = 32;
@@ -114,19 +115,20 @@ void emu_check_aligned(const void* p, size_t align, const char* what, const char
 struct Fiber {
     void* stack_pointer;
     char* stack;
-#ifndef __x86_64__
+#ifdef PORTABLE_FIBERS
     ucontext_t context;
 #endif
 };
 
-static const size_t STACK_BYTES = 64 << 10;
+static const size_t STACK_BYTES = 64 << 10, STACK_GUARD_BYTES = 1 << 20;
+static char* stacks;
 static const uint64_t STACK_CANARY = 0x5AFE57AC5AFE57ACull;
 static Fiber fibers[MAX_THREADS], host_fiber;
 static int num_fibers, free_fibers[MAX_THREADS], num_free_fibers, current_fiber;
 
 static void fiber_main(void);
 
-#ifdef __x86_64__
+#ifndef PORTABLE_FIBERS
 /* Saves the registers that a called function must keep, changes stacks, restores. Ends in `ret`, so that the
  * processor's return prediction stays in step when fibers switch to each other: 21 instead of 32 ns a barrier. */
 extern "C" void emu_switch_stacks(void** save_stack_pointer, void* load_stack_pointer);
@@ -174,18 +176,24 @@ static void fiber_switch(Fiber* from, Fiber* to)
 }
 #endif
 
+bool emu_is_stack_guard(const void* p)
+{
+    return stacks != nullptr && (const char*)p < stacks && (const char*)p >= stacks - STACK_GUARD_BYTES;
+}
+
 /* One mapping for all stacks, with a canary at each one's end: guard pages would split the huge pages (38 instead of
  * 55 ns a switch at 256 threads). */
 static int fiber_take(void)
 {
     if (num_free_fibers > 0) return free_fibers[--num_free_fibers];
-    static char* stacks;
     if (stacks == nullptr) {
         size_t size_bytes = STACK_BYTES * MAX_THREADS;
-        void* p = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void* p = mmap(nullptr, STACK_GUARD_BYTES + size_bytes, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         ENSURE(p != MAP_FAILED, "emulator: no memory for %zu bytes of fiber stacks", size_bytes);
-        madvise(p, size_bytes, MADV_HUGEPAGE);
-        stacks = (char*)p;
+        mprotect(p, STACK_GUARD_BYTES, PROT_NONE);
+        stacks = (char*)p + STACK_GUARD_BYTES;
+        madvise(stacks, size_bytes, MADV_HUGEPAGE);
     }
     int i = num_fibers++;
     fibers[i].stack = stacks + STACK_BYTES * (size_t)i;
@@ -246,7 +254,7 @@ static void set_current(int thread)
     emu_die("deadlock in a block: %d of %d threads wait for the others%s", num_waiting, num_threads, text);
 }
 
-/* The fiber to go on with, -1 when the block is finished. An unstarted thread gets a fiber on which fiber_main starts it. */
+/* The fiber to go on with, -1 when the block is finished. A thread that has not started gets a fiber to start on. */
 static int pick_fiber(void)
 {
     bool start = num_unstarted > 0 && (!any_ready() || emu_options.seed == 0 || coin());
@@ -343,8 +351,8 @@ static void warp_call_check(const WarpCall* call, const char* what, unsigned mas
 {
     if (call->mask == mask && same_place(call->file, call->line, file, line) &&
         (call->what == what || strcmp(call->what, what) == 0)) return;
-    emu_die("the warp has diverged: lane %d is in %s at %s:%d with mask %08x, others wait in %s at %s:%d with mask %08x",
-            emu_lane(), what, file, line, mask, call->what, call->file, call->line, call->mask);
+    emu_die("the warp has diverged: lane %d is in %s at %s:%d with mask %08x, others wait in %s at %s:%d with mask "
+            "%08x", emu_lane(), what, file, line, mask, call->what, call->file, call->line, call->mask);
 }
 
 static WarpCall* warp_call_join(Warp* warp, const char* what, unsigned mask, const char* file, int line)

@@ -1,7 +1,7 @@
 /* emu.h: CUDA's device side on the CPU, for the emulated build. Kernels see NVIDIA's names; emu.cpp runs them.
  * One OS thread. A CUDA thread that reaches a barrier or a warp-wide call keeps a fiber of its own while others run;
- * a kernel without them is a plain loop over its threads. Blocks run one after another, in an order of the seed's choice.
- * A warp-wide call (shuffle, vote, __syncwarp, ldmatrix, mma) is executed once, for all lanes, when its last lane comes.
+ * a kernel without them is a plain loop over its threads. Blocks run one after another, in an order of the seed.
+ * A warp-wide call (shuffle, vote, __syncwarp, ldmatrix, mma) is executed once, for all lanes, by the last to come.
  * Every call that can wait knows its file and line: the default arguments EMU_CALLER. */
 #pragma once
 #include <cmath>

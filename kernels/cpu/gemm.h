@@ -1,12 +1,14 @@
 /* gemm.h: the CPU build's own single-precision matrix product.
  *   C (M,N) = init + op(A) (M,K) * op(B) (K,N)      all row-major; op transposes when asked
  *   init    is C itself (accumulate), a row added to every row of C (a bias), or zero
- * how     A tile of MR x NR of C stays in registers while K runs. A is packed once per block, by all threads for all, into panels of MR
- *         rows; each thread packs one panel of NR columns of B at a time into its nearest cache and runs it against all of A, while the
- *         next panel's source lines are prefetched. Packing and prefetching are what matters here: with few rows (a micro-batch of 256
- *         tokens) each weight is used for little arithmetic, and there libraries lose most of their time reading B.
- * exact   every element of C is summed over k in blocks of KC in ascending order, whatever the number of threads
- * source  the tiling is that of Goto & van de Geijn 2008 and BLIS; A shared and B streamed by panel is our own choice */
+ * how     A tile of MR x NR of C stays in registers while K runs. A is packed once per block, by all threads for all,
+ *         into panels of MR rows; each thread packs one panel of NR columns of B at a time into its nearest cache and
+ *         runs it against all of A, while the next panel's source lines are prefetched. Packing and prefetching are
+ *         what matters here: with few rows (a micro-batch of 256 tokens) each weight is used for little arithmetic, and
+ *         there libraries lose most of their time reading B.
+ * exact   each element of C is summed over k in ascending order, whatever the number of threads: same bits. (OpenBLAS
+ *         0.3.21 with its Haswell kernels gives other bits with two threads than with one.)
+ * source  the tiling is that of Goto & van de Geijn 2008 and of BLIS; A shared, B streamed by panels is our choice */
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -28,12 +30,15 @@ enum {
     GEMM_KB = 6 * GEMM_KC,
 };
 
-static struct { float* a; float* b; int num_threads; } gemm_space;
+static int gemm_min(int a, int b) { return a < b ? a : b; }
+static int gemm_div_up(int a, int b) { return (a + b - 1) / b; }
+
+static struct { float *a, *b; int num_threads; } gemm_space;     // room for packed A, shared, and packed B, one each
 
 static float* gemm_alloc(size_t elems)
 {
     const size_t huge_page_bytes = 2 << 20;
-    size_t bytes = (elems * sizeof(float) + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;
+    const size_t bytes = (elems * sizeof(float) + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;
     float* p = (float*)aligned_alloc(huge_page_bytes, bytes);
     ENSURE(p != NULL, "cannot allocate %zu bytes for packed matrices", bytes);
     madvise(p, bytes, MADV_HUGEPAGE);
@@ -55,10 +60,11 @@ static void gemm_free()
     gemm_space = {};
 }
 
-/* c (MR rows, NV vectors) = init + a * b. b is k-major, ldb apart. a is a packed panel, a[k][MR], or MR rows that are lda apart. */
+/* c (MR rows, NV vectors) = init + a * b. The rows of b, one per k, are ldb apart. a is a packed panel, a[k][MR], or MR
+ * rows that are lda apart. */
 template<int NV, bool A_IN_ROWS>
-__attribute__((noinline)) static void gemm_tile(float* c, size_t ldc, const float* init, size_t ld_init, const float* a, size_t lda,
-                                                const float* b, size_t ldb, int K)
+__attribute__((noinline)) static void gemm_tile(float* c, size_t ldc, const float* init, size_t ld_init, const float* a,
+                                                size_t lda, const float* b, size_t ldb, int K)
 {
     vf acc[GEMM_MR][NV];
 #pragma GCC unroll 8
@@ -85,8 +91,8 @@ __attribute__((noinline)) static void gemm_tile(float* c, size_t ldc, const floa
 
 /* The same for a number of vectors that is known at run time. */
 template<bool A_IN_ROWS>
-static void gemm_tile_any(int num_vectors, float* c, size_t ldc, const float* init, size_t ld_init, const float* a, size_t lda,
-                          const float* b, size_t ldb, int K)
+static void gemm_tile_any(int num_vectors, float* c, size_t ldc, const float* init, size_t ld_init, const float* a,
+                          size_t lda, const float* b, size_t ldb, int K)
 {
     switch (num_vectors) {
     case 1: gemm_tile<1, A_IN_ROWS>(c, ldc, init, ld_init, a, lda, b, ldb, K); break;
@@ -137,29 +143,18 @@ static void gemm_transpose(float* dst, size_t ld_dst, const float* src, size_t l
     }
 }
 
-/* A panel dst[k][width] for k < K, from a source that holds it k by k (k_major) or column by column. Columns past `cols` become 0. */
+/* A panel dst[k][width] for k < K, from a source that holds it k by k (k_major) or column by column. Columns past
+ * `cols` become 0. Widths are multiples of 4. */
 static void gemm_pack(float* dst, int width, const float* src, size_t ld, bool k_major, int K, int cols)
 {
     if (!k_major) gemm_transpose(dst, width, src, ld, K, cols);
-    else if (cols == width && width % 4 == 0)
+    else if (cols == width)
         for (int k = 0; k < K; k++)
             for (int j = 0; j < width; j += 4) memcpy(dst + k * width + j, src + k * ld + j, sizeof(vf4));
     else
         for (int k = 0; k < K; k++) memcpy(dst + k * width, src + k * ld, cols * sizeof(float));
     if (cols < width)
         for (int k = 0; k < K; k++) memset(dst + k * width + cols, 0, (width - cols) * sizeof(float));
-}
-
-/* Walks the cache lines of a matrix block, a few at a time. */
-typedef struct { const char* row; size_t ld_bytes; int num_rows, row_bytes, offset; } GemmPrefetch;
-
-SIMD void gemm_prefetch(GemmPrefetch* p, int num_lines)
-{
-    for (; num_lines > 0 && p->num_rows > 0; num_lines--) {
-        __builtin_prefetch(p->row + p->offset, 0, 2);
-        p->offset += 64;
-        if (p->offset >= p->row_bytes) { p->offset = 0; p->row += p->ld_bytes; p->num_rows--; }
-    }
 }
 
 /* A matrix as the caller stores it, transposed or not. */
@@ -170,73 +165,118 @@ SIMD const float* gemm_at(GemmOperand x, int row, int col)
     return x.transposed ? x.p + (size_t)col * x.ld + row : x.p + (size_t)row * x.ld + col;
 }
 
-SIMD GemmPrefetch gemm_prefetch_of(GemmOperand x, int row, int col, int num_rows, int num_cols)
+/* Walks the cache lines of a part of a matrix, a few at a time. */
+typedef struct { const char* row; size_t ld_bytes; int num_rows, row_bytes, offset; } GemmPrefetch;
+
+static GemmPrefetch gemm_prefetch_start(GemmOperand x, int row, int col, int num_rows, int num_cols)
 {
-    if (x.transposed) { int swap = num_rows; num_rows = num_cols; num_cols = swap; }
-    return { (const char*)gemm_at(x, row, col), x.ld * sizeof(float), num_rows, num_cols * (int)sizeof(float), 0 };
+    const char* first = (const char*)gemm_at(x, row, col);
+    if (x.transposed) return { first, x.ld * sizeof(float), num_cols, num_rows * (int)sizeof(float), 0 };
+    return { first, x.ld * sizeof(float), num_rows, num_cols * (int)sizeof(float), 0 };
+}
+
+SIMD void gemm_prefetch(GemmPrefetch* p, int num_lines)
+{
+    for (; num_lines > 0 && p->num_rows > 0; num_lines--) {
+        __builtin_prefetch(p->row + p->offset, 0, 2);
+        p->offset += 64;
+        if (p->offset < p->row_bytes) continue;
+        p->offset = 0;
+        p->row += p->ld_bytes;
+        p->num_rows--;
+    }
 }
 
 /* c (rows, cols) = init + packed A * packed B, tile by tile, with `next` prefetched on the way. */
 static void gemm_panel(float* c, size_t ldc, const float* init, size_t ld_init, const float* a, const float* b,
                        int rows, int cols, int K, GemmPrefetch next)
 {
-    int num_vectors = (cols + VF - 1) / VF, num_tiles = (rows + GEMM_MR - 1) / GEMM_MR;
-    int num_lines = next.num_rows * ((next.row_bytes + 63) / 64), lines_per_tile = (num_lines + num_tiles - 1) / num_tiles;
+    const int num_vectors = gemm_div_up(cols, VF), num_tiles = gemm_div_up(rows, GEMM_MR);
+    const int lines_per_tile = gemm_div_up(next.num_rows * gemm_div_up(next.row_bytes, 64), num_tiles);
     for (int m = 0; m < rows; m += GEMM_MR, a += GEMM_MR * K, c += GEMM_MR * ldc, init += GEMM_MR * ld_init) {
         gemm_prefetch(&next, lines_per_tile);
         if (m + GEMM_MR <= rows && cols == num_vectors * VF)
-            gemm_tile_any<false>(num_vectors, c, ldc, init, ld_init, a, 0, b, num_vectors * VF, K);
+            gemm_tile_any<false>(num_vectors, c, ldc, init, ld_init, a, 0, b, cols, K);
         else
-            gemm_tile_edge(num_vectors, c, ldc, init, ld_init, a, b, K, rows - m < GEMM_MR ? rows - m : GEMM_MR, cols);
+            gemm_tile_edge(num_vectors, c, ldc, init, ld_init, a, b, K, gemm_min(GEMM_MR, rows - m), cols);
     }
 }
 
-static int gemm_min(int a, int b) { return a < b ? a : b; }
-static int gemm_div_up(int a, int b) { return (a + b - 1) / b; }
+/* One product, and the block of A that is packed: rows m0 on, k0 <= k < k1. */
+typedef struct {
+    float* C;
+    size_t ldc;
+    GemmOperand A, B;
+    int M, N, K;
+    const float* bias;
+    bool accumulate;
+    int kc, kb, mb;             // GEMM_KC, KB, MB, made smaller so that the pieces of K and M come out alike
+} GemmJob;
+typedef struct { int m0, num_rows, k0, k1; } GemmBlock;
 
-/* C (M,N) = A * B, + C (accumulate) or + bias on every row (or null). Called by one thread; works with all. */
-static void gemm(float* C, size_t ldc, GemmOperand A, GemmOperand B, int M, int N, int K, const float* bias, bool accumulate)
+/* Where panel m (a multiple of MR) of the block's piece k lies. */
+static float* gemm_packed_a(GemmBlock block, int m, int k, int num_k)
+{
+    const size_t padded_rows = (size_t)gemm_div_up(block.num_rows, GEMM_MR) * GEMM_MR;
+    return gemm_space.a + (k - block.k0) * padded_rows + (size_t)m * num_k;
+}
+
+static void gemm_pack_a(const GemmJob* g, GemmBlock block, int m, int k)
+{
+    const int num_k = gemm_min(g->kc, block.k1 - k);
+    gemm_pack(gemm_packed_a(block, m, k, num_k), GEMM_MR, gemm_at(g->A, block.m0 + m, k), g->A.ld, g->A.transposed,
+              num_k, gemm_min(GEMM_MR, block.num_rows - m));
+}
+
+/* Columns n on, one panel of them, of C's rows m .. m + rows of the block. */
+static void gemm_columns(const GemmJob* g, GemmBlock block, int n, int m, int rows, float* packed_b)
 {
     static const float zeros[GEMM_NR] = {};
-    int kc = gemm_div_up(K, gemm_div_up(K, GEMM_KC)), kb = kc * (GEMM_KB / GEMM_KC);
-    int mb = gemm_div_up(gemm_div_up(M, gemm_div_up(M, GEMM_MB)), GEMM_MR) * GEMM_MR;
-    int num_panels = gemm_div_up(N, GEMM_NR);
-#pragma omp parallel num_threads(gemm_min(omp_get_max_threads(), gemm_space.num_threads))
+    const int cols = gemm_min(GEMM_NR, g->N - n), width = gemm_div_up(cols, VF) * VF;
+    for (int k = block.k0; k < block.k1; k += g->kc) {
+        const int num_k = gemm_min(g->kc, block.k1 - k);
+        gemm_pack(packed_b, width, gemm_at(g->B, k, n), g->B.ld, !g->B.transposed, num_k, cols);
+        GemmPrefetch next = {};
+        if (k + g->kc < block.k1)
+            next = gemm_prefetch_start(g->B, k + g->kc, n, gemm_min(g->kc, block.k1 - k - g->kc), cols);
+        else if (n + GEMM_NR < g->N)
+            next = gemm_prefetch_start(g->B, block.k0, n + GEMM_NR, gemm_min(g->kc, block.k1 - block.k0),
+                                       gemm_min(GEMM_NR, g->N - n - GEMM_NR));
+        float* c = g->C + (size_t)(block.m0 + m) * g->ldc + n;
+        const bool from_c = k > 0 || g->accumulate;
+        const float* init = from_c ? c : g->bias != nullptr ? g->bias + n : zeros;
+        gemm_panel(c, g->ldc, init, from_c ? g->ldc : 0, gemm_packed_a(block, m, k, num_k), packed_b, rows, cols, num_k,
+                   next);
+    }
+}
+
+/* C (M,N) = A * B, + C (accumulate) or + bias in every row (or null). Called by one thread; works with all. Work is
+ * handed out as it is asked for, so that a thread that shares its core does not hold up the others. With too few panels
+ * of columns to share out fairly, rows are cut too. */
+static void gemm(float* C, size_t ldc, GemmOperand A, GemmOperand B, int M, int N, int K, const float* bias,
+                 bool accumulate)
+{
+    const int kc = gemm_div_up(K, gemm_div_up(K, GEMM_KC));
+    const int mb = gemm_div_up(gemm_div_up(M, gemm_div_up(M, GEMM_MB)), GEMM_MR) * GEMM_MR;
+    const GemmJob job = {C, ldc, A, B, M, N, K, bias, accumulate, kc, kc * (GEMM_KB / GEMM_KC), mb};
+    const int num_threads = gemm_min(omp_get_max_threads(), gemm_space.num_threads);
+    const int num_panels = gemm_div_up(N, GEMM_NR);
+    const int num_cuts = num_panels >= 4 * num_threads ? 1 : gemm_min(4, gemm_div_up(M, 8 * GEMM_MR));
+    const int num_items = num_panels * num_cuts, chunk = num_items / (8 * num_threads) + 1;
+    #pragma omp parallel num_threads(num_threads)
     {
-        int num_threads = omp_get_num_threads();
         float* packed_b = gemm_space.b + (size_t)omp_get_thread_num() * GEMM_KC * GEMM_NR;
-        int row_parts = num_panels >= 4 * num_threads ? 1 : gemm_min(4, gemm_div_up(M, 8 * GEMM_MR));
-        int chunk = num_panels * row_parts / (8 * num_threads) + 1;
-        for (int k0 = 0; k0 < K; k0 += kb)
+        for (int k0 = 0; k0 < K; k0 += job.kb)
             for (int m0 = 0; m0 < M; m0 += mb) {
-                int k1 = gemm_min(k0 + kb, K), rows = gemm_min(mb, M - m0), rows_padded = gemm_div_up(rows, GEMM_MR) * GEMM_MR;
-#pragma omp for collapse(2) schedule(dynamic, 8)
-                for (int k = k0; k < k1; k += kc)
-                    for (int m = 0; m < rows; m += GEMM_MR) {
-                        int num_k = gemm_min(kc, k1 - k);
-                        float* dst = gemm_space.a + (size_t)(k - k0) * rows_padded + (size_t)m * num_k;
-                        gemm_pack(dst, GEMM_MR, gemm_at(A, m0 + m, k), A.ld, A.transposed, num_k,
-                                  gemm_min(GEMM_MR, rows - m));
-                    }
-                int part_rows = gemm_div_up(rows_padded / GEMM_MR, row_parts) * GEMM_MR;
-#pragma omp for schedule(dynamic, chunk)
-                for (int item = 0; item < num_panels * row_parts; item++) {
-                    int n0 = item / row_parts * GEMM_NR, cols = gemm_min(GEMM_NR, N - n0);
-                    int m = item % row_parts * part_rows, num_m = gemm_min(part_rows, rows - m);
-                    if (num_m <= 0) continue;
-                    for (int k = k0; k < k1; k += kc) {
-                        int num_k = gemm_min(kc, k1 - k), width = gemm_div_up(cols, VF) * VF;
-                        gemm_pack(packed_b, width, gemm_at(B, k, n0), B.ld, !B.transposed, num_k, cols);
-                        GemmPrefetch next = {};
-                        if (k + kc < k1) next = gemm_prefetch_of(B, k + kc, n0, gemm_min(kc, k1 - k - kc), cols);
-                        else if (n0 + GEMM_NR < N)
-                            next = gemm_prefetch_of(B, k0, n0 + GEMM_NR, gemm_min(kc, k1 - k0), gemm_min(GEMM_NR, N - n0 - GEMM_NR));
-                        float* c = C + (size_t)(m0 + m) * ldc + n0;
-                        bool first = k == 0;
-                        const float* init = !first || accumulate ? c : bias ? bias + n0 : zeros;
-                        const float* a = gemm_space.a + (size_t)(k - k0) * rows_padded + (size_t)m * num_k;
-                        gemm_panel(c, ldc, init, !first || accumulate ? ldc : 0, a, packed_b, num_m, cols, num_k, next);
-                    }
+                const GemmBlock block = {m0, gemm_min(mb, M - m0), k0, gemm_min(k0 + job.kb, K)};
+                #pragma omp for collapse(2) schedule(dynamic, 8)
+                for (int k = block.k0; k < block.k1; k += kc)
+                    for (int m = 0; m < block.num_rows; m += GEMM_MR) gemm_pack_a(&job, block, m, k);
+                const int cut_rows = gemm_div_up(gemm_div_up(block.num_rows, num_cuts), GEMM_MR) * GEMM_MR;
+                #pragma omp for schedule(dynamic, chunk)
+                for (int item = 0; item < num_items; item++) {
+                    const int m = item % num_cuts * cut_rows, rows = gemm_min(cut_rows, block.num_rows - m);
+                    if (rows > 0) gemm_columns(&job, block, item / num_cuts * GEMM_NR, m, rows, packed_b);
                 }
             }
     }

@@ -29,7 +29,7 @@ static const size_t MESSAGE_BYTES = 256 << 20;       // the most in one message 
 uint64_t nccl_wire_bytes(Collective kind) { return wire_bytes[(int)kind]; }
 size_t nccl_workspace_bytes(int num_ranks) { return num_ranks > 1 ? 2 * (size_t)num_ranks * SLOT_BYTES : 0; }
 
-struct Header { int kind, type, op, root; uint64_t count, call_idx; };   // call_idx: of collectives, same on all ranks
+struct Header { int kind, type, op, root; uint64_t count, call_idx; };   // call_idx counts collectives only
 
 struct Transfer { bool is_send; char* p; size_t size_bytes; int peer; Transfer* next; };
 
@@ -39,7 +39,7 @@ struct Work {
     const char* send;
     char* recv;
     Transfer* transfers;                             // of a group of ncclSend and ncclRecv
-    uint64_t place;                                  // among all work of the communicator, in the order of the host's calls
+    uint64_t place;                                  // in the order of the host's calls on the communicator
     bool posted, headers_match;
     size_t num_stages, num_finished;
     unsigned num_tries;
@@ -152,16 +152,20 @@ static char* slot_of(const ncclComm* comm, size_t chunk, int peer)
 {
     char text[MPI_MAX_ERROR_STRING];
     int len;
-    MPI_Error_string(error, text, &len);
+    if (MPI_Error_string(error, text, &len) != MPI_SUCCESS) text[0] = '\0';
     die("%s: %s", call, text);
 }
+
+#define MPI_CHECK(name, ...) do { \
+    int mpi_error_ = name(__VA_ARGS__); \
+    if (mpi_error_ != MPI_SUCCESS) die_mpi(#name, mpi_error_); \
+} while (0)
 
 static void post_send(Work* w, int slot, const char* p, size_t size_bytes, int peer, int tag)
 {
     ncclComm* comm = w->comm;
     MPI_Request* request = &comm->stage_requests[slot][comm->num_stage_requests[slot]++];
-    int error = MPI_Isend(p, (int)size_bytes, MPI_BYTE, peer, tag, comm->mpi, request);
-    if (error != MPI_SUCCESS) die_mpi("MPI_Isend", error);
+    MPI_CHECK(MPI_Isend, p, (int)size_bytes, MPI_BYTE, peer, tag, comm->mpi, request);
     if (peer != comm->rank) wire_bytes[w->header.kind] += size_bytes;
 }
 
@@ -169,8 +173,7 @@ static void post_recv(Work* w, int slot, char* p, size_t size_bytes, int peer, i
 {
     ncclComm* comm = w->comm;
     MPI_Request* request = &comm->stage_requests[slot][comm->num_stage_requests[slot]++];
-    int error = MPI_Irecv(p, (int)size_bytes, MPI_BYTE, peer, tag, comm->mpi, request);
-    if (error != MPI_SUCCESS) die_mpi("MPI_Irecv", error);
+    MPI_CHECK(MPI_Irecv, p, (int)size_bytes, MPI_BYTE, peer, tag, comm->mpi, request);
 }
 
 static void stage_post(Work* w, size_t stage)
@@ -194,8 +197,8 @@ static void stage_post(Work* w, size_t stage)
             if (to_piece.count > 0)
                 post_send(w, slot, w->send + bytes_of(w, to_piece.begin), bytes_of(w, to_piece.count), to, TAG_DATA);
         } else {
-            if (from_piece.count > 0)
-                post_recv(w, slot, w->recv + bytes_of(w, from_piece.begin), bytes_of(w, from_piece.count), from, TAG_DATA);
+            char* from_recv = w->recv + bytes_of(w, from_piece.begin);
+            if (from_piece.count > 0) post_recv(w, slot, from_recv, bytes_of(w, from_piece.count), from, TAG_DATA);
             if (mine.count > 0) post_send(w, slot, own, bytes_of(w, mine.count), to, TAG_DATA);
         }
     }
@@ -254,8 +257,9 @@ static void headers_post(Work* w)
     for (int peer = 0; peer < comm->num_ranks; peer++) {
         if (peer == comm->rank) continue;
         MPI_Request* requests = comm->header_requests + comm->num_header_requests;
-        MPI_Irecv(&comm->headers[peer], (int)sizeof(Header), MPI_BYTE, peer, TAG_HEADER, comm->mpi, &requests[0]);
-        MPI_Isend(&comm->headers[comm->rank], (int)sizeof(Header), MPI_BYTE, peer, TAG_HEADER, comm->mpi, &requests[1]);
+        Header *ours = &comm->headers[comm->rank], *theirs = &comm->headers[peer];
+        MPI_CHECK(MPI_Irecv, theirs, (int)sizeof(Header), MPI_BYTE, peer, TAG_HEADER, comm->mpi, &requests[0]);
+        MPI_CHECK(MPI_Isend, ours, (int)sizeof(Header), MPI_BYTE, peer, TAG_HEADER, comm->mpi, &requests[1]);
         comm->num_header_requests += 2;
     }
 }
@@ -271,8 +275,7 @@ static bool headers_check(Work* w)
 {
     ncclComm* comm = w->comm;
     int arrived = 0;
-    int error = MPI_Testall(comm->num_header_requests, comm->header_requests, &arrived, MPI_STATUSES_IGNORE);
-    if (error != MPI_SUCCESS) die_mpi("MPI_Testall", error);
+    MPI_CHECK(MPI_Testall, comm->num_header_requests, comm->header_requests, &arrived, MPI_STATUSES_IGNORE);
     if (!arrived) return false;
     for (int peer = 0; peer < comm->num_ranks; peer++) {
         const Header *ours = &w->header, *theirs = &comm->headers[peer];
@@ -481,7 +484,8 @@ static Work* work_new(Collective kind, const void* send, void* recv, size_t coun
 static ncclResult_t collective(Collective kind, const void* send, void* recv, size_t count, ncclDataType_t type,
                                int op, int root, ncclComm_t comm, cudaStream_t stream)
 {
-    if (comm == nullptr || op < 0 || op >= ncclNumOps || root < 0 || root >= comm->num_ranks) return ncclInvalidArgument;
+    if (comm == nullptr || op < 0 || op >= ncclNumOps) return ncclInvalidArgument;
+    if (root < 0 || root >= comm->num_ranks) return ncclInvalidArgument;
     bool reads = kind != Collective::BROADCAST || root == comm->rank;
     bool writes = kind != Collective::REDUCE || root == comm->rank;
     Work* w = work_new(kind, reads ? send : nullptr, writes ? recv : nullptr, count, type, op, root, comm);
@@ -520,9 +524,9 @@ static ncclComm* comm_new(MPI_Comm mpi)
     ncclComm* comm = (ncclComm*)malloc_checked(sizeof(ncclComm));
     *comm = {};
     comm->mpi = mpi;
-    MPI_Comm_rank(mpi, &comm->rank);
-    MPI_Comm_size(mpi, &comm->num_ranks);
-    MPI_Comm_set_errhandler(mpi, MPI_ERRORS_RETURN);
+    MPI_CHECK(MPI_Comm_rank, mpi, &comm->rank);
+    MPI_CHECK(MPI_Comm_size, mpi, &comm->num_ranks);
+    MPI_CHECK(MPI_Comm_set_errhandler, mpi, MPI_ERRORS_RETURN);
     size_t num_ranks = (size_t)comm->num_ranks;
     comm->workspace = (char*)malloc_checked(nccl_workspace_bytes(comm->num_ranks));
     comm->inputs = (const void**)malloc_checked(num_ranks * sizeof(void*));
@@ -561,13 +565,13 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int num_ranks, ncclUniqueId, int
     }
 #ifndef NO_MPI
     int initialized = 0, world_size = 0;
-    MPI_Initialized(&initialized);
+    MPI_CHECK(MPI_Initialized, &initialized);
     ENSURE(initialized, "ncclCommInitRank: MPI_Init comes first");
-    MPI_Comm_size(MPI_COMM_WORLD, &world_size);
+    MPI_CHECK(MPI_Comm_size, MPI_COMM_WORLD, &world_size);
     ENSURE(num_ranks == world_size, "ncclCommInitRank: %d ranks asked for, MPI has %d; ncclCommSplit makes smaller "
            "communicators", num_ranks, world_size);
     MPI_Comm mpi;
-    MPI_Comm_split(MPI_COMM_WORLD, 0, rank, &mpi);
+    MPI_CHECK(MPI_Comm_split, MPI_COMM_WORLD, 0, rank, &mpi);
     *comm = comm_new(mpi);
     return ncclSuccess;
 #else
@@ -584,7 +588,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* new_
     }
 #ifndef NO_MPI
     MPI_Comm mpi;
-    MPI_Comm_split(comm->mpi, color == NCCL_SPLIT_NOCOLOR ? MPI_UNDEFINED : color, key, &mpi);
+    MPI_CHECK(MPI_Comm_split, comm->mpi, color == NCCL_SPLIT_NOCOLOR ? MPI_UNDEFINED : color, key, &mpi);
     if (mpi != MPI_COMM_NULL) *new_comm = comm_new(mpi);
 #else
     (void)key;
@@ -598,7 +602,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm)
     stream_drain_all();
 #ifndef NO_MPI
     if (comm->workspace != nullptr) {
-        MPI_Comm_free(&comm->mpi);
+        MPI_CHECK(MPI_Comm_free, &comm->mpi);
         free(comm->workspace);
         free(comm->inputs);
         free(comm->headers);

@@ -26,9 +26,12 @@ static Arena pinned_arena = {"pinned", (size_t)1 << 36, nullptr, 0, nullptr, 0, 
 
 static const size_t PAGE = 4096, GAP = 256;
 
-/* An allocation ends GAP to 2*GAP - 1 bytes before an inaccessible page; what is left of its own pages lies before it. */
+/* An allocation ends GAP to 2*GAP - 1 bytes before an inaccessible page; the rest of its own pages lies before it. */
 static size_t aligned_bytes(size_t size_bytes) { return (size_bytes + GAP - 1) / GAP * GAP; }
-static size_t pages_bytes(size_t size_bytes) { return (aligned_bytes(size_bytes) + 2 * GAP + PAGE - 1) / PAGE * PAGE; }
+static size_t pages_bytes(size_t size_bytes)
+{
+    return (aligned_bytes(size_bytes) + 2 * GAP + PAGE - 1) / PAGE * PAGE;
+}
 static char* pages_of(const Allocation* a)
 {
     return a->p + aligned_bytes(a->size_bytes) + GAP - pages_bytes(a->size_bytes);
@@ -37,7 +40,8 @@ static size_t back_gap_bytes(const Allocation* a) { return aligned_bytes(a->size
 
 static bool arena_holds(const Arena* arena, const void* p)
 {
-    return arena->base != nullptr && (const char*)p >= arena->base && (const char*)p < arena->base + arena->reserve_bytes;
+    const char *first = arena->base, *end = first + arena->reserve_bytes;
+    return first != nullptr && (const char*)p >= first && (const char*)p < end;
 }
 
 /* The last allocation that starts at or below p, or null. */
@@ -55,7 +59,8 @@ static Allocation* arena_find(const Arena* arena, const void* p)
 static void* arena_alloc(Arena* arena, size_t size_bytes)
 {
     if (arena->base == nullptr) {
-        void* p = mmap(nullptr, arena->reserve_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        void* p = mmap(nullptr, arena->reserve_bytes, PROT_NONE, flags, -1, 0);
         ENSURE(p != MAP_FAILED, "emulator: cannot reserve %zu bytes of address space for %s memory",
                arena->reserve_bytes, arena->name);
         arena->base = (char*)p;
@@ -85,7 +90,9 @@ static size_t arena_free(Arena* arena, void* p, const char* call)
     if (a == nullptr || a->p != p) emu_die("%s(%p): not an allocation", call, p);
     if (!a->live) emu_die("%s(%p): freed twice", call, p);
     a->live = false;
-    mmap(pages_of(a), pages_bytes(a->size_bytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    void* pages = mmap(pages_of(a), pages_bytes(a->size_bytes), PROT_NONE, flags, -1, 0);
+    ENSURE(pages != MAP_FAILED, "emulator: cannot give %zu bytes back", a->size_bytes);
     return a->size_bytes;
 }
 
@@ -144,6 +151,7 @@ static void on_bad_access(int, siginfo_t* info, void*)
     const char* p = (const char*)info->si_addr;
     char text[200] = "no memory of the device or the host";
     if (p < (const char*)PAGE) snprintf(text, sizeof text, "a null pointer");
+    else if (emu_is_stack_guard(p)) snprintf(text, sizeof text, "a thread used more bytes of stack than it has");
     else if (arena_holds(&device_arena, p)) describe_address(&device_arena, p, text, sizeof text);
     else if (arena_holds(&pinned_arena, p)) describe_address(&pinned_arena, p, text, sizeof text);
     emu_die("illegal memory access at %p: %s", (const void*)p, text);

@@ -1,7 +1,8 @@
-/* simd.h: one float vector type for all CPU code, on GCC's vector extensions, so the same lines compile for SSE, AVX2 and AVX-512.
- *   vf, vi            VF floats / ints: 16 with AVX-512, 8 with AVX, else 4.  + - * / and comparisons work as on scalars
- *   vf_load vf_store  any address;  vf_load_n vf_store_n  the first n of VF lanes, for tails (other lanes read as 0, are not written)
- *   vf_set vf_fma vf_max vf_min vf_select vf_sum vf_hmax
+/* simd.h: one float vector type for all CPU code, on GCC's vector extensions, so that the same lines compile for SSE,
+ * AVX2 and AVX-512.
+ *   vf, vi            VF floats / ints: 16 with AVX-512, 8 with AVX, else 4. + - * / and comparisons work as on scalars
+ *   vf_load vf_store  any address; vf_load_n vf_store_n: the first n of VF lanes, for tails (others read as 0, are not
+ *   written) vf_set vf_fma vf_max vf_min vf_select vf_sum vf_hmax
  *   vf_exp            at most 1.3 ulp off; 0 below -87.33, stays finite above 88.37, NaN stays NaN
  *   vf_erf            at most 1.2 ulp off
  *   vf_gelu_tanh vf_gelu_tanh_grad vf_gelu_erf vf_gelu_erf_grad
@@ -20,7 +21,7 @@ typedef float vf __attribute__((vector_size(VF * sizeof(float))));
 typedef int vi __attribute__((vector_size(VF * sizeof(int))));
 #define SIMD static inline __attribute__((always_inline))
 
-SIMD vf vf_set(float x) { return x - (vf){}; }      // x - 0 keeps the sign of a zero x, and the compiler sees a broadcast
+SIMD vf vf_set(float x) { return x - (vf){}; }              // compiles to a broadcast; x - 0 keeps the sign of a zero
 SIMD vi vi_set(int x) { return x - (vi){}; }
 SIMD vf vf_load(const float* p) { vf v; memcpy(&v, p, sizeof v); return v; }
 SIMD void vf_store(float* p, vf v) { memcpy(p, &v, sizeof v); }
@@ -62,8 +63,9 @@ SIMD float vf_hmax(vf v)
     return OP_MAX(a, b);
 }
 
-/* e^x = 2^n * e^r with n = round(x / ln 2) and |r| <= ln2 / 2, where a polynomial does (Cephes expf). Adding 1.5 * 2^23 rounds to an
- * integer and leaves it in the low bits of the mantissa, from where a shift makes it the exponent of 2^n. */
+/* e^x = 2^n * e^r with n = round(x / ln 2) and |r| <= ln2 / 2, where a polynomial does (Cephes expf). Adding 1.5 * 2^23
+ * rounds to an integer and leaves it in the low bits of the mantissa, from where a shift makes it the exponent of 2^n.
+ * */
 SIMD vf vf_exp(vf x)
 {
     const vf too_small = vf_set(-87.33f), too_large = vf_set(88.37f), round_to_int = vf_set(12582912.0f);
@@ -110,7 +112,8 @@ SIMD vf vf_gelu_tanh_grad(vf x)
 {
     x = vf_max(vf_min(x, vf_set(10.0f)), vf_set(-10.0f));       // outside the gradient is 1 or 0 to the last bit
     vf xx = x * x, e = vf_exp(-1.5957691216f * x * (1.0f + 0.044715f * xx)), s = 1.0f / (1.0f + e);
-    return s + x * (e * s * s) * 1.5957691216f * (1.0f + 0.134145f * xx);       // e * s = 1 - s, without its cancellation
+    const vf one_minus_s = e * s;                               // without the cancellation
+    return s + x * s * one_minus_s * 1.5957691216f * (1.0f + 0.134145f * xx);
 }
 
 SIMD vf vf_gelu_erf(vf x) { return 0.5f * x * (1.0f + vf_erf(0.70710678f * x)); }
