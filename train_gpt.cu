@@ -49,7 +49,6 @@ typedef struct Run {
     cudaEvent_t batch_copied[2];
     cudaEvent_t step_begun[STEPS_IN_FLIGHT], step_ended[STEPS_IN_FLIGHT];   // on the compute stream, timed
     double mean_step_s;
-    size_t wire_before, wire_first_step;   // bytes this rank has sent: before the loop, in its first step
     bool on_terminal, bar_drawn;
 } Run;
 
@@ -357,7 +356,6 @@ static void finish_step(Run* run, size_t step, const char* hash)
     float took_ms;
     CUDA_CHECK(cudaEventSynchronize(run->step_ended[slot]));
     CUDA_CHECK(cudaEventElapsedTime(&took_ms, run->step_begun[slot], run->step_ended[slot]));
-    if (run->wire_first_step == 0) run->wire_first_step = comm_sent_so_far(&run->comm) - run->wire_before;
     const StepState* s = &run->zero.h_state[slot];
     print_step(run, s, step, took_ms * 1e-3);
     if (hash != nullptr) log_text(&run->log, "state_hash", hash);
@@ -442,7 +440,6 @@ static void train(Run* run)
     const Flags* f = run->flags;
     run->on_terminal = on_terminal();
     size_t unread = run->step + 1;   // first step whose result has not been seen
-    run->wire_before = comm_sent_so_far(&run->comm);
     while (run->step < run->num_steps) {
         train_step(run);
         size_t step = ++run->step;
@@ -458,8 +455,9 @@ static void train(Run* run)
         if (evals) evaluate_and_say(run);
         if (saves) save(run);
     }
-    if (run->comm.num_ranks > 1 && run->wire_first_step > 0)
-        SAY("sent    %zu bytes by rank 0 in its first step, planned %zu\n", run->wire_first_step, wire_bytes_per_step(run));
+    if (run->comm.num_ranks > 1 && run->step > 0)
+        SAY("sent    %zu bytes by rank 0 in all, asked for %zu; %zu a step as planned\n", comm_sent_so_far(&run->comm), run->comm.asked_bytes,
+            wire_bytes_per_step(run));
 }
 
 // --------------------------------------------------------------------------------------------------- weights, modes

@@ -142,7 +142,8 @@ static void comm_ensure_same(const Comm* c, uint64_t value, const char* what)
 static inline size_t comm_scatter_bytes(const Comm* c, size_t n, size_t elem_bytes) { return (c->num_ranks - 1) * n * elem_bytes; }
 static inline size_t comm_all_reduce_bytes(const Comm* c, size_t n, size_t elem_bytes)
 {
-    return 2 * comm_scatter_bytes(c, ceil_div(n, c->num_ranks), elem_bytes);
+    size_t own = ceil_div(n, c->num_ranks);   // summed here: the rest is sent to its owners, then this to all
+    return (n - own + (c->num_ranks - 1) * own) * elem_bytes;
 }
 
 static inline size_t nccl_type_bytes(ncclDataType_t type)
