@@ -198,15 +198,15 @@ static size_t resident_bytes(void)
 static size_t wire_bytes_per_step(const Run* run)
 {
     const Shard* s = &run->model.shard;
-    size_t bytes = 0;
+    const Comm* c = &run->comm;
+    size_t bytes = comm_all_reduce_bytes(c, NUM_STEP_SUMS, sizeof(double));
     for (int u = 0; u < s->num_units; u++) {
-        size_t unit_bytes = s->units[u].range.count * sizeof(float);
-        bool every_micro = run->flags->zero == 2 && !run->model.resident[u];
-        bytes += run->flags->zero == 0 ? 2 * comm_sent_bytes(&run->comm, unit_bytes)
-                                       : (every_micro ? run->G : 1) * comm_sent_bytes(&run->comm, unit_bytes)
-                                         + comm_sent_bytes(&run->comm, s->units[u].range.count * sizeof(floatX));
+        size_t slice = s->units[u].range.count / c->num_ranks;
+        size_t num_reductions = run->flags->zero == 2 && !run->model.resident[u] ? run->G : 1;
+        if (run->flags->zero == 0) bytes += comm_all_reduce_bytes(c, s->units[u].range.count, sizeof(float));
+        else bytes += num_reductions * comm_scatter_bytes(c, slice, sizeof(float)) + comm_scatter_bytes(c, slice, sizeof(floatX));
     }
-    return run->comm.num_ranks == 1 ? 0 : bytes + 2 * comm_sent_bytes(&run->comm, NUM_STEP_SUMS * sizeof(double));
+    return bytes;
 }
 
 static void print_start(Run* run, const char* model_name)
@@ -254,6 +254,10 @@ static void plan_run(Run* run, bool training)
         plan_add(&run->plan, "batches", Place::HOST, &run->h_tokens[k], (size_t)run->B * run->T);
         plan_add(&run->plan, "batches", Place::HOST, &run->h_targets[k], (size_t)run->B * run->T);
     }
+    size_t loader_bytes = 2 * LOADER_SLOTS * (size_t)run->B * run->T * sizeof(int);
+    plan_add_bytes(&run->plan, "batches read ahead", Place::HOST, loader_bytes * (run->has_val ? 2 : 1), nullptr);
+    plan_add_bytes(&run->plan, "workspace of the matrix products", Place::DEVICE, matmul_workspace_bytes(), nullptr);
+    plan_add_bytes(&run->plan, "communicator", Place::HOST, comm_workspace_bytes(&run->comm), nullptr);
     plan_add_bytes(&run->plan, "program and libraries", Place::HOST, resident_bytes(), nullptr);
 }
 
@@ -452,24 +456,24 @@ static void train(Run* run)
         if (saves) save(run);
     }
     if (run->comm.num_ranks > 1 && run->step > 0)
-        SAY("sent    %.2f MiB in all by rank 0\n", run->comm.wire_bytes / 1048576.0);
+        SAY("sent    %zu bytes by rank 0 in all, asked for %zu; %zu a step as planned\n", comm_sent_so_far(&run->comm), run->comm.asked_bytes,
+            wire_bytes_per_step(run));
 }
 
 // --------------------------------------------------------------------------------------------------- weights, modes
 static void weights_init(Run* run)
 {
     const Shard* s = &run->model.shard;
-    float* bounce = (float*)malloc_checked(CHECKPOINT_BOUNCE_ELEMS * sizeof(float));
+    float* bounce = run->zero.bounce;
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
         for (size_t done = 0; done < tensor_elems(t); ) {
-            size_t n = tensor_elems(t) - done < CHECKPOINT_BOUNCE_ELEMS ? tensor_elems(t) - done : CHECKPOINT_BOUNCE_ELEMS;
+            size_t n = tensor_elems(t) - done < BOUNCE_ELEMS ? tensor_elems(t) - done : BOUNCE_ELEMS;
             tensor_init(bounce, t, done, n, (uint64_t)run->flags->seed);
             params_from_host(&run->zero, t->first + done, bounce, n);
             done += n;
         }
     }
-    free(bounce);
 }
 
 static void resume(Run* run, const char* folder)
@@ -561,7 +565,7 @@ static void refuse_what_is_not_there(const Flags* f)
 static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
 {
     const Flags* f = run->flags;
-    device_init(&run->device, run->comm.host_rank, run->comm.host_num_ranks);
+    device_init(&run->device, run->comm.host_rank, run->comm.host_num_ranks, (size_t)f->device_mb);
     choose_resume(run, resume_path);
     const char* model_name = f->model[0] ? f->model : resume_path[0] ? resume_path : DEFAULT_MODEL;
     if (trains || f->eval || (f->plan && access(f->data, R_OK) == 0)) open_data(run);

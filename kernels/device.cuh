@@ -11,6 +11,9 @@
 #ifdef DEVICE_CPU
 #include "cpu/simd.h"
 #endif
+#ifndef DEVICE_CUDA
+#include "cpu/device.h"
+#endif
 
 typedef struct Device {
     char name[96];
@@ -91,12 +94,14 @@ static int host_threads(int host_num_ranks)
     return num_threads;
 }
 
-/* Takes the device of this host rank; refuses more ranks than GPUs and cards older than sm_80. */
-static void device_init(Device* d, int host_rank, int host_num_ranks)
+/* Takes the device of this host rank; refuses more ranks than GPUs and cards older than sm_80. budget_mb (0: none) limits
+ * what a device that is not a GPU gives. */
+static void device_init(Device* d, int host_rank, int host_num_ranks, size_t budget_mb)
 {
     *d = Device{};
     d->num_threads = host_threads(host_num_ranks);
 #if defined(DEVICE_CUDA)
+    ENSURE(budget_mb == 0, "--device-mb is for the CPU and emulated builds; a GPU has what it has");
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     ENSURE(error == cudaSuccess && count > 0, "no CUDA device: %s; `make DEVICE=cpu` builds for this machine", cudaGetErrorString(error));
@@ -113,9 +118,11 @@ static void device_init(Device* d, int host_rank, int host_num_ranks)
     }
 #elif defined(DEVICE_EMU)
     (void)host_rank;
+    if (budget_mb > 0) device_set_budget(budget_mb << 20);
     snprintf(d->name, sizeof d->name, "emulated GPU");
 #else
     (void)host_rank;
+    if (budget_mb > 0) device_set_budget(budget_mb << 20);
     snprintf(d->name, sizeof d->name, "CPU");
     d->peak_flops = cpu_peak_flops(d->num_threads);
 #endif

@@ -27,6 +27,7 @@ enum class Layout { OUT_IN, IN_OUT };
 
 static void matmul_init() { gemm_init(); }
 static void matmul_free() { gemm_free(); }
+static size_t matmul_workspace_bytes() { return 0; }      // of the device; gemm.h's packed operands are host memory
 static size_t matmul_scratch_elems(int) { return 1; }
 
 /* The weight as an (IC,OC) matrix. */
@@ -119,6 +120,8 @@ static void matmul_init()
     CUBLAS_CHECK(cublasLtCreate(&matmul_state.handle));
     CUDA_CHECK(cudaMalloc(&matmul_state.workspace, MATMUL_WORKSPACE_BYTES));
 }
+
+static size_t matmul_workspace_bytes() { return MATMUL_WORKSPACE_BYTES; }
 
 static void matmul_free()
 {

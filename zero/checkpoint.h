@@ -21,31 +21,28 @@ typedef struct RunState {
     size_t seq_len, global_batch;
 } RunState;
 
-static const size_t CHECKPOINT_BOUNCE_ELEMS = 4 << 20;
 static const size_t MAX_FILE_BYTES = 5000000000;   // larger files are split
 
 // ------------------------------------------------------------------------------------------------- device <-> file
 /* fp32 values of device elements `values` (count) into tensor `st` of the file from element `first` on. */
-static void file_from_device(const SafeTensors* files, const SafeTensor* st, size_t first, const float* values, size_t count,
-                             float* bounce, cudaStream_t stream)
+static void file_from_device(const SafeTensors* files, const SafeTensor* st, size_t first, const float* values, size_t count, Zero* z)
 {
     for (size_t done = 0; done < count; ) {
-        size_t n = count - done < CHECKPOINT_BOUNCE_ELEMS ? count - done : CHECKPOINT_BOUNCE_ELEMS;
-        CUDA_CHECK(cudaMemcpyAsync(bounce, values + done, n * sizeof(float), cudaMemcpyDeviceToHost, stream));
-        CUDA_CHECK(cudaStreamSynchronize(stream));
-        safetensors_write_f32(files, st, first + done, n, bounce);
+        size_t n = count - done < BOUNCE_ELEMS ? count - done : BOUNCE_ELEMS;
+        CUDA_CHECK(cudaMemcpyAsync(z->bounce, values + done, n * sizeof(float), cudaMemcpyDeviceToHost, z->compute));
+        CUDA_CHECK(cudaStreamSynchronize(z->compute));
+        safetensors_write_f32(files, st, first + done, n, z->bounce);
         done += n;
     }
 }
 
-static void device_from_file(float* values, const SafeTensors* files, const SafeTensor* st, size_t first, size_t count,
-                             float* bounce, cudaStream_t stream)
+static void device_from_file(float* values, const SafeTensors* files, const SafeTensor* st, size_t first, size_t count, Zero* z)
 {
     for (size_t done = 0; done < count; ) {
-        size_t n = count - done < CHECKPOINT_BOUNCE_ELEMS ? count - done : CHECKPOINT_BOUNCE_ELEMS;
-        safetensors_read_f32(files, st, first + done, n, bounce);
-        CUDA_CHECK(cudaMemcpyAsync(values + done, bounce, n * sizeof(float), cudaMemcpyHostToDevice, stream));
-        CUDA_CHECK(cudaStreamSynchronize(stream));
+        size_t n = count - done < BOUNCE_ELEMS ? count - done : BOUNCE_ELEMS;
+        safetensors_read_f32(files, st, first + done, n, z->bounce);
+        CUDA_CHECK(cudaMemcpyAsync(values + done, z->bounce, n * sizeof(float), cudaMemcpyHostToDevice, z->compute));
+        CUDA_CHECK(cudaStreamSynchronize(z->compute));
         done += n;
     }
 }
@@ -167,7 +164,7 @@ static float* state_at(const Zero* z, StateKind kind, int u, size_t flat)
 }
 
 /* This rank's slice of every tensor into the files. */
-static void write_slices(Zero* z, const SafeTensors* files, StateKind kind, const char* suffix, float* bounce)
+static void write_slices(Zero* z, const SafeTensors* files, StateKind kind, const char* suffix)
 {
     const Shard* s = z->shard;
     for (int t = 0; t < s->num_tensors; t++) {
@@ -177,22 +174,22 @@ static void write_slices(Zero* z, const SafeTensors* files, StateKind kind, cons
         char name[80];
         snprintf(name, sizeof name, "%s%s", tensor->name, suffix);
         file_from_device(files, safetensors_get(files, name), part.first - tensor->first,
-                         state_at(z, kind, tensor->unit, part.first), part.count, bounce, z->compute);
+                         state_at(z, kind, tensor->unit, part.first), part.count, z);
     }
 }
 
 /* One rank creates, all write, all sync. */
-static void write_files(Zero* z, const char* path, bool optimizer, float* bounce)
+static void write_files(Zero* z, const char* path, bool optimizer)
 {
     SafeTensors* files = plan_files(z->shard, path, optimizer ? optimizer_suffixes : weight_suffixes, optimizer ? 2 : 1);
     if (z->comm->rank == 0) safetensors_create_files(files);
     comm_barrier(z->comm);
     if (z->comm->rank != 0) safetensors_open_files(files);
     if (optimizer) {
-        write_slices(z, files, STATE_M, ".m", bounce);
-        write_slices(z, files, STATE_V, ".v", bounce);
+        write_slices(z, files, STATE_M, ".m");
+        write_slices(z, files, STATE_V, ".v");
     } else {
-        write_slices(z, files, STATE_WEIGHTS, "", bounce);
+        write_slices(z, files, STATE_WEIGHTS, "");
     }
     safetensors_sync(files);
     safetensors_close(files);
@@ -234,12 +231,10 @@ static void checkpoint_save(Zero* z, const char* out, const RunState* state, voi
     }
     comm_barrier(z->comm);
     ENSURE(access(temporary, F_OK) == 0, "%s is not seen by rank %d: -o must be a folder that all hosts share", temporary, z->comm->rank);
-    float* bounce = (float*)malloc_checked(CHECKPOINT_BOUNCE_ELEMS * sizeof(float));
     snprintf(file, sizeof file, "%s/model.safetensors", temporary);
-    write_files(z, file, false, bounce);
+    write_files(z, file, false);
     snprintf(file, sizeof file, "%s/optimizer.safetensors", temporary);
-    write_files(z, file, true, bounce);
-    free(bounce);
+    write_files(z, file, true);
     if (z->comm->rank == 0) {
         small_files(temporary, context);
         snprintf(file, sizeof file, "%s/state.json", temporary);
@@ -261,9 +256,7 @@ static void weights_export(Zero* z, const char* folder, void (*small_files)(cons
         folder_make(folder);
     }
     comm_barrier(z->comm);
-    float* bounce = (float*)malloc_checked(CHECKPOINT_BOUNCE_ELEMS * sizeof(float));
-    write_files(z, file, false, bounce);
-    free(bounce);
+    write_files(z, file, false);
     if (z->comm->rank == 0) {
         small_files(folder, context);
         folder_sync(folder);
@@ -307,16 +300,15 @@ static void weights_load(Zero* z, const char* folder, bool tied)
 {
     const Shard* s = z->shard;
     SafeTensors* files = safetensors_open(folder);
-    float* bounce = (float*)malloc_checked(CHECKPOINT_BOUNCE_ELEMS * sizeof(float));
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
         const SafeTensor* st = find_weight(files, t->name);
         ENSURE(st != nullptr, "%s: has no tensor %s, which config.json asks for", files->path, t->name);
         ensure_shape(files, st, t);
         for (size_t done = 0; done < st->num_elems; ) {
-            size_t n = st->num_elems - done < CHECKPOINT_BOUNCE_ELEMS ? st->num_elems - done : CHECKPOINT_BOUNCE_ELEMS;
-            safetensors_read_f32(files, st, done, n, bounce);
-            params_from_host(z, t->first + done, bounce, n);
+            size_t n = st->num_elems - done < BOUNCE_ELEMS ? st->num_elems - done : BOUNCE_ELEMS;
+            safetensors_read_f32(files, st, done, n, z->bounce);
+            params_from_host(z, t->first + done, z->bounce, n);
             done += n;
         }
     }
@@ -326,7 +318,6 @@ static void weights_load(Zero* z, const char* folder, bool tied)
         for (int k = 0; !known && k < s->num_tensors; k++) known = find_weight(files, s->tensors[k].name) == &files->tensors[i];
         ENSURE(known, "%s: holds tensor %s, which the model of config.json does not have", files->path, name);
     }
-    free(bounce);
     safetensors_close(files);
 }
 
@@ -351,7 +342,6 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
     const Shard* s = z->shard;
     snprintf(path, sizeof path, "%s/optimizer.safetensors", folder);
     SafeTensors* files = safetensors_open(path);
-    float* bounce = (float*)malloc_checked(CHECKPOINT_BOUNCE_ELEMS * sizeof(float));
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
         Range part = tensor_part(t, zero_owned(z, t->unit));
@@ -362,10 +352,9 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
             const SafeTensor* st = safetensors_get(files, name);
             ensure_shape(files, st, t);
             device_from_file(state_at(z, k == 0 ? STATE_M : STATE_V, t->unit, part.first), files, st, part.first - t->first,
-                             part.count, bounce, z->compute);
+                             part.count, z);
         }
     }
-    free(bounce);
     safetensors_close(files);
     return state;
 }

@@ -1,6 +1,7 @@
 /* comm.h: ranks and what they send each other. Every MPI and NCCL call of the program is here.
- * Collectives are enqueued on a stream and counted as they are asked for: wire_bytes is what this rank sends by the
+ * Collectives are enqueued on a stream and counted as they are asked for: asked_bytes is what this rank sends by the
  * bandwidth-optimal algorithms, (R-1)/R of the data once for a reduce-scatter or an all-gather, twice for an all-reduce.
+ * The CPU and emulated builds count what is really sent.
  * With one rank nothing is sent. NO_MPI and NO_NCCL leave the libraries out: one rank only. */
 #pragma once
 #include <climits>
@@ -10,6 +11,9 @@
 #include <mpi.h>
 #endif
 #include "../kernels/common.cuh"
+#ifndef DEVICE_CUDA
+#include "../kernels/cpu/device.h"
+#endif
 #ifndef NO_NCCL
 #include <nccl.h>
 #else
@@ -21,7 +25,7 @@ typedef struct Comm {
     int rank, num_ranks;            // in the job
     int host_rank, host_num_ranks;  // on this host
     ncclComm_t nccl;
-    size_t wire_bytes;              // sent by this rank since the start
+    size_t asked_bytes;             // since the start
 } Comm;
 
 #define MPI_CHECK(call) do { \
@@ -134,9 +138,12 @@ static void comm_ensure_same(const Comm* c, uint64_t value, const char* what)
     ENSURE(first == value, "rank %d differs from rank 0 in %s: start all ranks from the same build, command line and files", c->rank, what);
 }
 
-static inline size_t comm_sent_bytes(const Comm* c, size_t total_bytes)
+/* What rank 0 sends when each rank holds n elements of n*R (reduce-scatter, all-gather), and for an all-reduce of n. */
+static inline size_t comm_scatter_bytes(const Comm* c, size_t n, size_t elem_bytes) { return (c->num_ranks - 1) * n * elem_bytes; }
+static inline size_t comm_all_reduce_bytes(const Comm* c, size_t n, size_t elem_bytes)
 {
-    return (size_t)((double)total_bytes * (c->num_ranks - 1) / c->num_ranks);
+    size_t own = ceil_div(n, c->num_ranks);   // summed here: the rest is sent to its owners, then this to all
+    return (n - own + (c->num_ranks - 1) * own) * elem_bytes;
 }
 
 static inline size_t nccl_type_bytes(ncclDataType_t type)
@@ -148,7 +155,7 @@ static inline size_t nccl_type_bytes(ncclDataType_t type)
 static void comm_all_reduce(Comm* c, void* data, size_t n, ncclDataType_t type, cudaStream_t stream)
 {
     if (c->num_ranks == 1 || n == 0) return;
-    c->wire_bytes += 2 * comm_sent_bytes(c, n * nccl_type_bytes(type));
+    c->asked_bytes += comm_all_reduce_bytes(c, n, nccl_type_bytes(type));
 #ifndef NO_NCCL
     NCCL_CHECK(ncclAllReduce(data, data, n, type, ncclSum, c->nccl, stream));
 #else
@@ -164,7 +171,7 @@ static void comm_reduce_scatter(Comm* c, void* out, const void* inp, size_t n, n
         if (out != inp) CUDA_CHECK(cudaMemcpyAsync(out, inp, bytes, cudaMemcpyDeviceToDevice, stream));
         return;
     }
-    c->wire_bytes += comm_sent_bytes(c, bytes * c->num_ranks);
+    c->asked_bytes += comm_scatter_bytes(c, n, nccl_type_bytes(type));
 #ifndef NO_NCCL
     NCCL_CHECK(ncclReduceScatter(inp, out, n, type, ncclSum, c->nccl, stream));
 #endif
@@ -175,10 +182,34 @@ static void comm_all_gather(Comm* c, void* data, size_t n, ncclDataType_t type, 
 {
     if (c->num_ranks == 1) return;
     size_t bytes = n * nccl_type_bytes(type);
-    c->wire_bytes += comm_sent_bytes(c, bytes * c->num_ranks);
+    c->asked_bytes += comm_scatter_bytes(c, n, nccl_type_bytes(type));
 #ifndef NO_NCCL
     NCCL_CHECK(ncclAllGather((const char*)data + bytes * c->rank, data, n, type, c->nccl, stream));
 #else
     (void)data; (void)stream;
+#endif
+}
+
+/* Bytes this rank has sent in collectives since the start. */
+static size_t comm_sent_so_far(const Comm* c)
+{
+#if defined(DEVICE_CUDA)
+    return c->asked_bytes;
+#else
+    (void)c;
+    size_t bytes = 0;
+    for (int kind = 0; kind < NUM_COLLECTIVES; kind++) bytes += nccl_wire_bytes((Collective)kind);
+    return bytes;
+#endif
+}
+
+/* Host memory of the communicator itself; NCCL's own device buffers are not known beforehand. */
+static size_t comm_workspace_bytes(const Comm* c)
+{
+#if defined(DEVICE_CUDA)
+    (void)c;
+    return 0;
+#else
+    return c->num_ranks > 1 ? nccl_workspace_bytes(c->num_ranks) : 0;
 #endif
 }

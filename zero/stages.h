@@ -19,6 +19,8 @@
 
 typedef struct { float beta1, beta2, eps, weight_decay; } AdamwConfig;
 
+static const size_t BOUNCE_ELEMS = 1 << 20;
+
 typedef struct Zero {
     Comm* comm;
     const Shard* shard;
@@ -38,6 +40,7 @@ typedef struct Zero {
     StepState* state;
     StepState* h_state;         // (2) pinned: the host reads the step before, so that no step waits for it
     unsigned long long* hash;   // (1)
+    float* bounce;              // (BOUNCE_ELEMS) pinned: between files and the device
     cudaStream_t compute, reduce;
     cudaEvent_t unit_ready;     // compute -> reduce: the unit's gradient is complete
     cudaEvent_t ring_free[2];   // reduce -> compute: the ring buffer may be overwritten
@@ -104,6 +107,7 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, int s
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->state, 1);
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->hash, 1);
     plan_add(plan, "step results", Place::HOST, &z->h_state, 2);
+    plan_add(plan, "between files and device", Place::HOST, &z->bounce, BOUNCE_ELEMS);
 }
 
 /* After plan_allocate: streams, events, the table of unit gradients. */

@@ -42,6 +42,7 @@ static float* gemm_alloc(size_t elems)
     float* p = (float*)aligned_alloc(huge_page_bytes, bytes);
     ENSURE(p != NULL, "cannot allocate %zu bytes for packed matrices", bytes);
     madvise(p, bytes, MADV_HUGEPAGE);
+    memset(p, 0, bytes);         // touched now: no page fault in a step
     return p;
 }
 
