@@ -18,7 +18,11 @@
     F(TEXT,   data,          'd', "data/sets/kjv", 0, 0, "token shards: folder with train_*.bin and val_*.bin, or one file") \
     F(TEXT,   val,           'v', "",        0, 0, "validation shards, if not the val_*.bin beside the training shards") \
     F(TEXT,   out,           'o', "",        0, 0, "run folder for log and checkpoints; none: nothing is written") \
-    F(INT,    zero,          'z', 0,         0, 3, "ZeRO stage: 0 nothing sharded, 1 optimizer states, 2 and gradients") \
+    F(INT,    zero,          'z', 0,         0, 3, "ZeRO stage: 0 nothing sharded, 1 optimizer states, 2 and gradients, 3 and parameters") \
+    F(INT,    persist_below,  0,  0,         0, INT64_MAX, "stage 3: units of fewer elements keep their parameters whole") \
+    F(INT,    reduce_bucket,  0,  0,         0, INT64_MAX, "gradients are sent in groups of whole units of at most so many elements; 0 = unit by unit") \
+    F(INT,    gather_bucket,  0,  0,         0, INT64_MAX, "the same for parameters") \
+    F(INT,    overlap,        0,  1,         0, 1, "0: gradients and parameters move on the compute stream, one thing after another") \
     F(INT,    micro_batch,   'b', 4,         1, 1 << 20, "sequences per rank and micro-step") \
     F(INT,    grad_accum,    'g', 1,         1, 1 << 20, "micro-steps per optimizer step") \
     F(INT,    batch,          0,  0,         1, 1 << 30, "global batch in sequences; gives -b or -g when one is left out") \
@@ -63,8 +67,8 @@
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
     "recompute master grad-dtype state-dtype loss-scale initial-scale-power loss-scale-window hysteresis " \
-    "min-loss-scale reduce-bucket gather-bucket overlap tp pp sp offload offload-dir momentum keep deterministic " \
-    "config bench report check-replicas timeout auto persist-below comm-dtype reduce fp32-tensors muon-lr profile " \
+    "min-loss-scale tp pp sp offload offload-dir momentum keep deterministic " \
+    "config bench report check-replicas timeout auto comm-dtype reduce fp32-tensors muon-lr profile " \
     "tune repeat dropout"
 
 enum FlagKind { INT, REAL, TEXT, ONEOF, SWITCH };

@@ -286,9 +286,10 @@ static double model_flops_per_token(const Config* c, int T)
     return 6.0 * (c->L * block + (double)c->V * c->C) + 6.0 * c->L * (double)c->C * T;
 }
 
+/* Tensor `row` of a unit for which zero_params_begin has been called. */
 static floatX* model_param(const Model* m, int unit, int row)
 {
-    return m->zero->params + unit_tensor(&m->shard, unit, row)->first;
+    return m->zero->unit_params[unit] + (unit_tensor(&m->shard, unit, row)->first - m->shard.units[unit].range.first);
 }
 
 /* The gradient of tensor `row` in the buffer that zero_gradient_begin gave for its unit. */
@@ -344,9 +345,14 @@ static void model_forward(Model* m, int B, int T)
     const Config* c = &m->config;
     cudaStream_t stream = m->zero->compute;
     int N = B * T, embed = unit_embed(c), head = unit_head(c);
+    zero_params_begin(m->zero, embed, 1);
     embedding_forward(m->residual, m->tokens, model_param(m, embed, WTE), model_param(m, embed, WPE), B, T, c->C,
                       stream);
-    for (int layer = 0; layer < c->L; layer++) block_forward(m, layer, B, T);
+    for (int layer = 0; layer < c->L; layer++) {
+        zero_params_begin(m->zero, unit_block(c, layer), 1);
+        block_forward(m, layer, B, T);
+    }
+    zero_params_begin(m->zero, head, 0);
     const floatX* last = m->residual_2 + (size_t)(c->L - 1) * m->B * m->T * c->C;
     residual_layernorm_forward(m->residual_f, m->ln_f, m->ln_f_mean, m->ln_f_rstd, last, m->branch,
                                model_param(m, head, LN_F_WEIGHT), model_param(m, head, LN_F_BIAS), N, c->C, c->eps,
@@ -435,6 +441,7 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     zero_gradient_end(z, head, micro, num_micro);
     for (int layer = c->L - 1; layer >= 0; layer--) {
         int unit = unit_block(c, layer);
+        zero_params_begin(z, unit, -1);
         zero_gradient_begin(z, unit);
         block_backward(m, layer, B, T);
         zero_gradient_end(z, unit, micro, num_micro);

@@ -202,21 +202,10 @@ static size_t resident_bytes(void)
     return got == 2 ? resident_pages * (size_t)sysconf(_SC_PAGESIZE) : 0;
 }
 
-/* Wire bytes per optimizer step and rank that the stage needs, by the same arithmetic as the collectives. */
 static size_t wire_bytes_per_step(const Run* run)
 {
-    const Shard* s = &run->model.shard;
-    const Comm* c = &run->comm;
-    size_t bytes = comm_all_reduce_bytes(c, NUM_STEP_SUMS, sizeof(double));
-    for (int u = 0; u < s->num_units; u++) {
-        size_t slice = s->units[u].range.count / c->num_ranks;
-        size_t num_reductions = run->flags->zero == 2 && !run->model.resident[u] ? run->G : 1;
-        if (run->flags->zero == 0) bytes += comm_all_reduce_bytes(c, s->units[u].range.count, sizeof(float));
-        else
-            bytes += num_reductions * comm_scatter_bytes(c, slice, sizeof(float)) +
-                     comm_scatter_bytes(c, slice, sizeof(floatX));
-    }
-    return bytes;
+    WireBytes bytes = zero_wire_bytes(&run->zero);
+    return bytes.gradients + bytes.parameters + bytes.sums;
 }
 
 static void print_start(Run* run, const char* model_name)
@@ -243,8 +232,10 @@ static void print_start(Run* run, const char* model_name)
     SAY("steps   %zu = %.2f epochs | lr %.3g %s to %.3g, warm-up %zu steps | seed %lld\n", run->num_steps,
         (double)run->num_steps * run->global_batch / run->train->num_windows, run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
-    SAY("ZeRO    stage %lld: %.2f MiB sent per step and rank\n", (long long)f->zero,
-        wire_bytes_per_step(run) / 1048576.0);
+    WireBytes wire = zero_wire_bytes(&run->zero);
+    SAY("ZeRO    stage %lld: %.2f MiB sent per step and rank: gradients %.2f, parameters %.2f | %s\n",
+        (long long)f->zero, wire_bytes_per_step(run) / 1048576.0, wire.gradients / 1048576.0,
+        wire.parameters / 1048576.0, f->overlap ? "overlapped" : "not overlapped");
     if (run->comm.rank == 0) plan_print(&run->plan, stdout);
     double flops = model_flops_per_token(c, run->T) * run->B * run->G * run->T;
     if (run->device.peak_flops > 0)
@@ -263,7 +254,10 @@ static void plan_run(Run* run, bool training)
     for (int u = 0; u < m->shard.num_units; u++)
         m->resident[u] = u == unit_embed(&m->config) || u == unit_head(&m->config);
     m->zero = &run->zero;
-    zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, (int)run->flags->zero, m->resident, run->G);
+    const Flags* f = run->flags;
+    ZeroConfig zero = {(int)f->zero, m->resident, run->G, training, f->overlap != 0, (size_t)f->persist_below,
+                       (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
+    zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
     model_plan(m, &run->plan, run->B, run->T, training);
     for (int k = 0; k < 2; k++) {
         plan_add(&run->plan, "batches", Place::HOST, &run->h_tokens[k], (size_t)run->B * run->T);
@@ -495,13 +489,15 @@ static void weights_init(Run* run)
     float* bounce = run->zero.bounce;
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
-        for (size_t done = 0; done < tensor_elems(t); ) {
-            size_t n = tensor_elems(t) - done < BOUNCE_ELEMS ? tensor_elems(t) - done : BOUNCE_ELEMS;
-            tensor_init(bounce, t, done, n, (uint64_t)run->flags->seed);
-            params_from_host(&run->zero, t->first + done, bounce, n);
+        Range part = tensor_part(t, zero_owned(&run->zero, t->unit));
+        for (size_t done = 0; done < part.count; ) {
+            size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
+            tensor_init(bounce, t, part.first - t->first + done, n, (uint64_t)run->flags->seed);
+            weights_from_host(&run->zero, t->unit, part.first + done, bounce, n);
             done += n;
         }
     }
+    zero_params_loaded(&run->zero);
 }
 
 static void resume(Run* run, const char* folder)
@@ -531,11 +527,12 @@ static void resume(Run* run, const char* folder)
         SAY("        the global batch is %zu, was %zu\n", run->global_batch, state.global_batch);
 }
 
-/* Text from the model on rank 0; the others wait. Without a tokenizer nothing, or a refusal if it was asked for. */
+/* Text from the model on rank 0; the others wait, or at stage 3 take part. Without a tokenizer nothing, or a refusal if
+ * it was asked for. */
 static void say_sample(Run* run, const char* prompt)
 {
     const Flags* f = run->flags;
-    if (run->comm.rank == 0 && run->tokenizer_path[0]) {
+    if ((run->comm.rank == 0 || f->zero == 3) && run->tokenizer_path[0]) {
         GenerateConfig config = {(int)f->sample_tokens, (int)f->top_k, f->temperature, (uint64_t)f->seed};
         Tokenizer* tokenizer = tokenizer_open(run->tokenizer_path);
         if (prompt != nullptr) {
@@ -544,7 +541,8 @@ static void say_sample(Run* run, const char* prompt)
             int num_ids = run->T < 16 ? run->T : 16;   // of the first validation window, which is rank 0's
             loader_seek(run->val, 0);
             loader_next(run->val, run->h_tokens[0], run->h_targets[0]);
-            printf("sample  after the first %d tokens of the validation text:\n", num_ids);
+            if (f->zero == 3) comm_broadcast_host(&run->comm, run->h_tokens[0], num_ids * sizeof(int));
+            SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
             generate_from_ids(&run->model, tokenizer, run->h_tokens[0], num_ids, config);
         }
         tokenizer_close(tokenizer);
@@ -584,7 +582,6 @@ static uint64_t run_hash(const Run* run, int argc, char** argv)
 
 static void refuse_what_is_not_there(const Flags* f)
 {
-    if (f->zero == 3) die_usage("-z 3 (sharded parameters) is not there yet: use -z 2");
     if (strcmp(f->precision, "fp32") != 0) die_usage("-p %s is not there yet: training runs in fp32", f->precision);
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
     if (f->given[FLAG_epochs] && f->given[FLAG_steps])
