@@ -368,7 +368,8 @@ static void head_forward(Model* m, int first, int rows)
 }
 
 /* The head on chunks of rows, so that the logits of a batch never exist at once. losses (N); with `backward` also dnorm
- * = gradient of ln_f, and the head's weight gradient. dloss is the weight of one token in the step's loss. */
+ * = gradient of ln_f, and the head's weight gradient. dloss is the weight of one token in the step's loss,
+ * which the loss scale on the device multiplies. */
 static void head_loss(Model* m, int N, float dloss, bool backward)
 {
     const Config* c = &m->config;
@@ -376,7 +377,9 @@ static void head_loss(Model* m, int N, float dloss, bool backward)
     for (int first = 0; first < N; first += m->head_rows) {
         int rows = N - first < m->head_rows ? N - first : m->head_rows;
         head_forward(m, first, rows);
-        classifier(m->logits, m->losses + first, m->targets + first, rows, c->V, c->VP, dloss, backward, stream);
+        const double* loss_scale = &m->zero->state->loss_scale;
+        classifier(m->logits, m->losses + first, m->targets + first, rows, c->V, c->VP, dloss, loss_scale, backward,
+                   stream);
         if (!backward) continue;
         float* dweight = c->tied ? model_grad(m, unit_embed(c), WTE) : model_grad(m, unit_head(c), LM_HEAD);
         matmul_backward_input(m->dnorm + (size_t)first * c->C, m->logits, head_weight(m), rows, c->C, c->VP,

@@ -7,7 +7,7 @@ W   weight decay and the schedule, with no gradient at all
 D   which window each rank sees, read off the loss
 TIE the tied head: its gradient and the embedding's add up
 X   import and export are byte-equal, for vocabularies on both sides of the padding
-Each at ZeRO stages 0, 1, 2 and 1 to 4 ranks.
+Each at ZeRO stages 0 to 3 and 1 to 4 ranks.
 """
 import json
 
@@ -18,7 +18,7 @@ from util import (built_devices, gpt2_config, model_write, moments, safetensors_
                   train_gpt, weights)
 
 WTE = "transformer.wte.weight"
-STAGES = [0, 1, 2]
+STAGES = [0, 1, 2, 3]
 RANKS = [1, 2, 3, 4]
 PLAIN = ["--schedule", "constant", "--warmup", 0, "--weight-decay", 0, "--no-shuffle", "--sample-tokens", 0,
          "--clip", 0]

@@ -17,6 +17,9 @@ typedef struct RunState {
     size_t step;                        // steps done, skipped ones included
     size_t position_windows;            // of the data stream
     size_t num_applied, num_skipped;    // StepState
+    bool has_loss_scale;                // fp16; the rest of StepState is then valid too
+    double loss_scale;
+    int num_good_steps, hysteresis_left;
     unsigned long long seed;
     size_t seq_len, global_batch;
 } RunState;
@@ -219,6 +222,11 @@ static void run_state_write(const RunState* s, const Zero* z, const char* path)
     json_add_int(j, "position_windows", (long long)s->position_windows);
     json_add_int(j, "num_applied", (long long)s->num_applied);
     json_add_int(j, "num_skipped", (long long)s->num_skipped);
+    if (s->has_loss_scale) {
+        json_add_float(j, "loss_scale", s->loss_scale);
+        json_add_int(j, "num_good_steps", s->num_good_steps);
+        json_add_int(j, "hysteresis_left", s->hysteresis_left);
+    }
     json_add_int(j, "seed", (long long)s->seed);
     json_add_int(j, "seq_len", (long long)s->seq_len);
     json_add_int(j, "global_batch", (long long)s->global_batch);
@@ -357,6 +365,10 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
     state.position_windows = (size_t)json_int(j, "position_windows", 0, JSON_MAX_INT, path);
     state.num_applied = (size_t)json_int(j, "num_applied", 0, JSON_MAX_INT, path);
     state.num_skipped = (size_t)json_int(j, "num_skipped", 0, JSON_MAX_INT, path);
+    state.loss_scale = json_float_or(j, "loss_scale", 0, 0, 1e300, path);
+    state.has_loss_scale = state.loss_scale > 0;
+    state.num_good_steps = (int)json_int_or(j, "num_good_steps", 0, 0, INT_MAX, path);
+    state.hysteresis_left = (int)json_int_or(j, "hysteresis_left", 0, 0, INT_MAX, path);
     state.seed = (unsigned long long)json_int(j, "seed", 0, JSON_MAX_INT, path);
     state.seq_len = (size_t)json_int(j, "seq_len", 1, JSON_MAX_INT, path);
     state.global_batch = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);

@@ -391,6 +391,28 @@ static void zero_step_end(Zero* z, StepConfig config, AdamwConfig adamw, int slo
     }
 }
 
+/* The first tensor with an Inf or NaN in its reduced gradient of the newest step, -1 if there is none: the same on
+ * every rank. Synchronises. */
+static int zero_first_nonfinite(Zero* z)
+{
+    const Shard* s = z->shard;
+    int first = s->num_tensors;
+    for (int t = 0; t < first; t++) {
+        int u = s->tensors[t].unit;
+        Range part = tensor_part(&s->tensors[t], shard_slice(s, u, z->comm->rank));
+        if (part.count == 0) continue;
+        double sums[2];
+        CUDA_CHECK(cudaMemsetAsync(z->step_sums, 0, sizeof sums, z->compute));
+        global_norm_accumulate(z->step_sums, z->norm_scratch, zero_reduced_grad(z, u, part.first), part.count,
+                               z->compute);
+        CUDA_CHECK(cudaMemcpyAsync(sums, z->step_sums, sizeof sums, cudaMemcpyDeviceToHost, z->compute));
+        CUDA_CHECK(cudaStreamSynchronize(z->compute));
+        if (sums[NUM_NONFINITE] > 0) first = t;
+    }
+    first = -(int)comm_max_host(z->comm, -first);
+    return first < s->num_tensors ? first : -1;
+}
+
 /* Bytes this rank sends in one step, by the same arithmetic as the collectives. */
 typedef struct WireBytes { size_t gradients, parameters, sums; } WireBytes;
 
