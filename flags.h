@@ -14,7 +14,7 @@
 #include "data/error.h"
 
 #define FLAGS(F) \
-    F(TEXT,   model,         'm', "",        0, 0, "preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48), HF folder or checkpoint") \
+    F(TEXT,   model,         'm', "",        0, 0, "preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 llama-60m llama-1b llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b), HF folder or checkpoint") \
     F(TEXT,   data,          'd', "data/sets/kjv", 0, 0, "token shards: folder with train_*.bin and val_*.bin, or one file") \
     F(TEXT,   val,           'v', "",        0, 0, "validation shards, if not the val_*.bin beside the training shards") \
     F(TEXT,   out,           'o', "",        0, 0, "run folder for log and checkpoints; none: nothing is written") \
@@ -264,7 +264,7 @@ static void flags_parse(Flags* flags, int argc, char** argv)
 
 static void flags_help(FILE* f)
 {
-    fprintf(f, "train_gpt trains GPT-2 models: mpirun -np 8 ./train_gpt -z 2 -b 4 -g 16\n\n");
+    fprintf(f, "train_gpt trains GPT-2 and LLaMA models: mpirun -np 8 ./train_gpt -z 2 -b 4 -g 16\n\n");
     for (const FlagRow& row : flag_rows) {
         char buf[64], left[80];
         flag_long_name(&row, buf);

@@ -102,7 +102,7 @@ static void choose_model(Run* run, const char* name, int data_V)
     char path[4096];
     if (config_preset(c, name, data_V, (int)run->flags->seq_len)) return;
     ENSURE(path_exists(name, "config.json", path),
-           "-m %s is neither a preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48) nor a folder with config.json",
+           "-m %s is neither a preset (" PRESETS ") nor a folder with config.json",
            name);
     config_read(c, path);
 }
@@ -244,9 +244,9 @@ static void print_start(Run* run, const char* model_name)
     SAY("\nflags  ");
     for (const FlagRow& row : flag_rows)
         if (f->given[&row - flag_rows]) SAY(" --%s=%s", row.name, flag_value(f, &row, buf));
-    SAY("\nmodel   %s%s: L %d, C %d, NH %d, F %d, V %d (padded to %d), context %d | %.2fM parameters\n", model_name,
-        f->model[0] ? "" : " (the default of this build; -m takes another)", c->L, c->C, c->NH, c->F, c->V, c->VP,
-        c->context, run->model.shard.num_params * 1e-6);
+    SAY("\nmodel   %s%s: %s, L %d, C %d, NH %d, NKV %d, HS %d, F %d, V %d (padded to %d), context %d | %.2fM parameters\n",
+        model_name, f->model[0] ? "" : " (the default of this build; -m takes another)", c->model_type, c->L, c->C,
+        c->NH, c->NKV, c->HS, c->F, c->V, c->VP, c->context, run->model.shard.num_params * 1e-6);
     SAY("data    %s: %zu tokens in %zu shard%s, %zu windows of %d, %zu tokens of tails left out\n", f->data,
         run->train_set.num_toks, run->train_set.num_files, run->train_set.num_files > 1 ? "s" : "",
         run->train->num_windows, run->T, run->train->num_tail_toks);
@@ -673,6 +673,7 @@ static void run_allocate(Run* run, const char* model_name, const char* resume_pa
 {
     plan_allocate(&run->plan);
     zero_start(&run->zero);
+    model_start(&run->model);
     for (int k = 0; k < 2; k++) CUDA_CHECK(cudaEventCreateWithFlags(&run->batch_copied[k], cudaEventDisableTiming));
     for (int k = 0; k < STEPS_IN_FLIGHT; k++) {
         CUDA_CHECK(cudaEventCreate(&run->step_begun[k]));

@@ -290,13 +290,13 @@ static void weights_export(Zero* z, const char* folder, void (*small_files)(cons
 }
 
 // ----------------------------------------------------------------------------------------------------------- load
-/* A tensor by HF name, with or without the leading `transformer.` (files of the base model leave it out). */
+/* A tensor by HF name, with or without the leading `transformer.` or `model.` (files of the base model leave it out). */
 static const SafeTensor* find_weight(const SafeTensors* files, const char* name)
 {
-    static const char prefix[] = "transformer.";
     const SafeTensor* found = safetensors_find(files, name);
-    if (found == nullptr && strncmp(name, prefix, sizeof prefix - 1) == 0)
-        found = safetensors_find(files, name + sizeof prefix - 1);
+    for (const char* prefix : {"transformer.", "model."})
+        if (found == nullptr && strncmp(name, prefix, strlen(prefix)) == 0)
+            found = safetensors_find(files, name + strlen(prefix));
     return found;
 }
 
@@ -312,11 +312,11 @@ static void ensure_shape(const SafeTensors* files, const SafeTensor* st, const T
     ENSURE(same, "%s: tensor %s has shape %s, config.json asks for %s", files->path, st->name, have, need);
 }
 
-/* Buffers that old GPT-2 files carry and no model needs, and the head's copy of a tied embedding. */
+/* Buffers that old files carry and no model needs, and the head's copy of a tied embedding. */
 static bool weight_is_ignored(const char* name, bool tied)
 {
     size_t n = strlen(name);
-    for (const char* suffix : {".attn.bias", ".attn.masked_bias"}) {
+    for (const char* suffix : {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"}) {
         size_t k = strlen(suffix);
         if (n > k && strcmp(name + n - k, suffix) == 0) return true;
     }
