@@ -269,6 +269,25 @@ static void print_start(Run* run, const char* model_name)
     fflush(stdout);
 }
 
+static void recompute_from_flag(Model* m, const char* value)
+{
+    static const struct { const char* name; Recompute level; } levels[] = {
+        {"none", Recompute::NONE}, {"cheap", Recompute::CHEAP}, {"mlp", Recompute::MLP},
+        {"attention", Recompute::ATTENTION}, {"block", Recompute::BLOCKS}};
+    m->segment_layers = 1;
+    for (const auto& l : levels) {
+        if (strcmp(value, l.name) != 0) continue;
+        m->recompute = l.level;
+        return;
+    }
+    char* end;
+    long k = strtol(value, &end, 10);
+    if (*value == 0 || *end != 0 || k < 1)
+        die_usage("-r %s: have none, cheap, mlp, attention, block, or a number K: every K-th block's input is kept", value);
+    m->recompute = Recompute::BLOCKS;
+    m->segment_layers = k < m->config.L ? (int)k : m->config.L;
+}
+
 /* Plans memory: everything the run will hold. */
 static void plan_run(Run* run, bool training)
 {
@@ -278,9 +297,11 @@ static void plan_run(Run* run, bool training)
     for (int u = 0; u < m->shard.num_units; u++)
         m->resident[u] = u == unit_embed(&m->config) || u == unit_head(&m->config);
     m->zero = &run->zero;
+    recompute_from_flag(m, run->flags->recompute);
+    model_visits(m);
     const Flags* f = run->flags;
     ZeroConfig zero = {(int)f->zero, m->resident, run->G, training, f->overlap != 0, (size_t)f->persist_below,
-                       (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
+                       m->visits, m->num_visits, (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
     model_plan(m, &run->plan, run->B, run->T, training);
     for (int k = 0; k < 2; k++) {
@@ -701,6 +722,7 @@ static void run_free(Run* run)
     plan_free(&run->plan);
     shard_free(&run->model.shard);
     free(run->model.resident);
+    free(run->model.visits);
     matmul_free();
 }
 
