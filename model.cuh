@@ -1,5 +1,5 @@
-/* model.cuh: the models, GPT-2 (Radford et al. 2019) and LLaMA (Touvron et al. 2023; Mistral and Qwen2 are the same with
- * other settings), as Hugging Face's files have them. Both are one block of pre-norm attention and MLP:
+/* model.cuh: the models, GPT-2 (Radford et al. 2019) and LLaMA (Touvron et al. 2023; Mistral and Qwen2 are the same
+ * with other settings), as Hugging Face's files have them. Both are one block of pre-norm attention and MLP:
  *              norm       positions   MLP             biases            weights lie   head
  *   GPT-2      LayerNorm  learned     GELU            everywhere        (in, out)     tied
  *   LLaMA      RMSNorm    rotary      gated by SiLU   as config says    (out, in)     as config says
@@ -48,7 +48,8 @@ static void config_finish(Config* c, const char* from)
     if (c->NKV == 0) c->NKV = c->NH;
     ENSURE(c->HS > 0 || c->C % c->NH == 0, "%s: the width %d is not divisible by %d heads", from, c->C, c->NH);
     if (c->HS == 0) c->HS = c->C / c->NH;
-    ENSURE(c->NH % c->NKV == 0, "%s: %d query heads cannot be shared out among %d key/value heads", from, c->NH, c->NKV);
+    ENSURE(c->NH % c->NKV == 0, "%s: %d query heads cannot be shared out among %d key/value heads", from, c->NH,
+           c->NKV);
     ENSURE(c->family == Family::GPT2 || c->HS % 2 == 0, "%s: head size %d is odd: rotary embedding turns pairs", from,
            c->HS);
     c->VP = (int)round_up(c->V, 64);
@@ -76,11 +77,19 @@ static Config config_llama(const char* model_type)
     return c;
 }
 
-#define PRESETS "gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 llama-60m llama-1b llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b"
+#define PRESETS "gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 " \
+    "llama-60m llama-1b llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b"
 
 /* The published shapes. V 0: that of the data. llama-60m is the small one of Zhao et al. 2024 (GaLore), llama-1b
  * TinyLlama. */
-typedef struct { const char *name, *model_type; int V, C, L, NH, NKV, F, context; float eps; double theta; bool tied; } Preset;
+typedef struct {
+    const char *name, *model_type;
+    int V, C, L, NH, NKV, F, context;
+    float eps;
+    double theta;
+    bool tied;
+} Preset;
+
 static const Preset presets[] = {
     {"gpt2",         "gpt2",  50257,   768, 12, 12, 12, 3072,    1024, 1e-5f, 0,      true},
     {"gpt2-medium",  "gpt2",  50257,  1024, 24, 16, 16, 4096,    1024, 1e-5f, 0,      true},
@@ -161,22 +170,25 @@ static void config_read_rope(RopeConfig* r, const cJSON* j, const char* path)
     r->low_freq_factor = json_float(p, "low_freq_factor", 1e-6, 1e6, path);
     r->high_freq_factor = json_float(p, "high_freq_factor", 1e-6, 1e6, path);
     r->context = (double)json_int(p, "original_max_position_embeddings", 1, 1 << 24, path);
-    ENSURE(r->high_freq_factor > r->low_freq_factor, "%s: %s: high_freq_factor %g is not above low_freq_factor %g", path,
-           key, r->high_freq_factor, r->low_freq_factor);
+    ENSURE(r->high_freq_factor > r->low_freq_factor, "%s: %s: high_freq_factor %g is not above low_freq_factor %g",
+           path, key, r->high_freq_factor, r->low_freq_factor);
 }
 
 /* Attention windows shorter than the context change the numbers. */
 static void config_refuse_windows(const Config* c, const cJSON* j, const char* path)
 {
     bool qwen2 = strcmp(c->model_type, "qwen2") == 0;     // it names a window that it uses only if told to
-    if (qwen2) ENSURE(!json_bool_or(j, "use_sliding_window", false, path), "%s: use_sliding_window is not there yet", path);
+    ENSURE(!qwen2 || !json_bool_or(j, "use_sliding_window", false, path), "%s: use_sliding_window is not there yet",
+           path);
     long long window = qwen2 ? c->context : json_int_or(j, "sliding_window", c->context, 1, 1 << 30, path);
-    ENSURE(window >= c->context, "%s: sliding_window %lld is not there yet: the context is %d", path, window, c->context);
+    ENSURE(window >= c->context, "%s: sliding_window %lld is not there yet: the context is %d", path, window,
+           c->context);
     if (!json_has(j, "layer_types")) return;
     const cJSON* type;
     cJSON_ArrayForEach(type, json_array(j, "layer_types", path))
         ENSURE(cJSON_IsString(type) && strcmp(type->valuestring, "full_attention") == 0,
-               "%s: layer_types holds \"%s\", have full_attention", path, cJSON_IsString(type) ? type->valuestring : "?");
+               "%s: layer_types holds \"%s\", have full_attention", path,
+               cJSON_IsString(type) ? type->valuestring : "?");
 }
 
 static void config_read_llama(Config* c, const cJSON* j, const char* type, const char* path)
@@ -207,7 +219,8 @@ static void config_read(Config* c, const char* path)
     cJSON* j = json_parse_file(path);
     const char* type = json_string(j, "model_type", path);
     bool llama = strcmp(type, "llama") == 0 || strcmp(type, "mistral") == 0 || strcmp(type, "qwen2") == 0;
-    ENSURE(llama || strcmp(type, "gpt2") == 0, "%s: model_type is \"%s\", have gpt2, llama, mistral and qwen2", path, type);
+    ENSURE(llama || strcmp(type, "gpt2") == 0, "%s: model_type is \"%s\", have gpt2, llama, mistral and qwen2", path,
+           type);
     if (llama) config_read_llama(c, j, type, path);
     else config_read_gpt2(c, j, path);
     c->V = (int)json_int(j, "vocab_size", 1, 1 << 24, path);
@@ -279,8 +292,8 @@ enum Row {
 };
 
 /* Each tensor of the file. Those that follow each other with the same row lie joined and are one matrix to the code:
- * q, k and v one above the other are the (Q + 2 KV, C) matrix that makes all three. A bias that the config does not have
- * is left out, so is a tied head. */
+ * q, k and v one above the other are the (Q + 2 KV, C) matrix that makes all three. A bias that the config does not
+ * have is left out, so is a tied head. */
 typedef struct { Row row; Where where; const char* name; Dim rows, cols; Init init; } TensorRow;
 
 static const TensorRow gpt2_tensors[] = {

@@ -231,17 +231,21 @@ static void print_start(Run* run, const char* model_name)
     SAY("\nflags  ");
     for (const FlagRow& row : flag_rows)
         if (f->given[&row - flag_rows]) SAY(" --%s=%s", row.name, flag_value(f, &row, buf));
-    SAY("\nmodel   %s%s: %s, L %d, C %d, NH %d, NKV %d, HS %d, F %d, V %d (padded to %d), context %d | %.2fM parameters\n",
-        model_name, f->model[0] ? "" : " (the default of this build; -m takes another)", c->model_type, c->L, c->C,
-        c->NH, c->NKV, c->HS, c->F, c->V, c->VP, c->context, run->model.shard.num_params * 1e-6);
-    SAY("data    %s: %zu tokens in %zu shard%s, %zu windows of %d, %zu tokens of tails left out\n", f->data,
-        run->train_set.num_toks, run->train_set.num_files, run->train_set.num_files > 1 ? "s" : "",
-        run->train->num_windows, run->T, run->train->num_tail_toks);
+    SAY("\nmodel   %s%s: %s, L %d, C %d, NH %d, NKV %d, HS %d, F %d, V %d (padded to %d), context %d | "
+        "%.2fM parameters\n", model_name, f->model[0] ? "" : " (the default of this build; -m takes another)",
+        c->model_type, c->L, c->C, c->NH, c->NKV, c->HS, c->F, c->V, c->VP, c->context,
+        run->model.shard.num_params * 1e-6);
+    if (run->train == nullptr) SAY("data    none in %s\n", f->data);        // a plan needs none
+    else
+        SAY("data    %s: %zu tokens in %zu shard%s, %zu windows of %d, %zu tokens of tails left out\n", f->data,
+            run->train_set.num_toks, run->train_set.num_files, run->train_set.num_files > 1 ? "s" : "",
+            run->train->num_windows, run->T, run->train->num_tail_toks);
     if (run->has_val) SAY("val     %zu tokens in %zu windows\n", run->val_set.num_toks, run->val->num_windows);
     SAY("batch   %zu sequences = %d per micro-step x %d micro-steps x %d ranks | %zu tokens per step\n",
         run->global_batch, run->B, run->G, run->comm.num_ranks, run->global_batch * run->T);
     SAY("steps   %zu = %.2f epochs | lr %.3g %s to %.3g, warm-up %zu steps | seed %lld\n", run->num_steps,
-        (double)run->num_steps * run->global_batch / run->train->num_windows, run->config.peak_lr, f->schedule,
+        run->train == nullptr ? 0 : (double)run->num_steps * run->global_batch / run->train->num_windows,
+        run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
     SAY("ZeRO    stage %lld: %.2f MiB sent per step and rank\n", (long long)f->zero,
         wire_bytes_per_step(run) / 1048576.0);
