@@ -1,11 +1,9 @@
-/* flags.h: every option of train_gpt, one row each. The struct, the parser, --help, the range checks, the start-up print
- * and the header of the run log all come from the table: to add a flag, add a row.
- *   F(kind, field, letter, default, low, high, help)
- * kind    INT (int64), REAL (double), TEXT (string), SWITCH (bool, takes no value), ONEOF (string; `low` lists the choices)
- * field   the long name with _ for -;  letter 0: no short form
- * low, high  the allowed range of INT and REAL, both ends included
- * A value follows as `--name=value`, `--name value`, `-x value` or `-xvalue`. Unknown, repeated, out of range or
- * contradictory is exit code 2, before anything is allocated. */
+/* flags.h: every option of train_gpt, one row each. The struct, the parser, --help, the range checks, the start-up
+ * print and the header of the run log all come from the table: to add a flag, add a row. F(kind, field, letter,
+ * default, low, high, help) kind    INT (int64), REAL (double), TEXT (string), SWITCH (bool, takes no value), ONEOF
+ * (string; `low` lists the choices) field   the long name with _ for -;  letter 0: no short form low, high  the allowed
+ * range of INT and REAL, both ends included A value follows as `--name=value`, `--name value`, `-x value` or `-xvalue`.
+ * Unknown, repeated, out of range or contradictory is exit code 2, before anything is allocated. */
 #pragma once
 #include <cctype>
 #include <cmath>
@@ -63,9 +61,11 @@
     F(SWITCH, help,          'h', false,     0, 0, "this list")
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
-#define FLAGS_LATER "recompute master grad-dtype state-dtype loss-scale initial-scale-power loss-scale-window hysteresis " \
-    "min-loss-scale reduce-bucket gather-bucket overlap tp pp sp offload offload-dir momentum keep deterministic config " \
-    "bench report check-replicas timeout auto persist-below comm-dtype reduce fp32-tensors muon-lr profile tune repeat dropout"
+#define FLAGS_LATER \
+    "recompute master grad-dtype state-dtype loss-scale initial-scale-power loss-scale-window hysteresis " \
+    "min-loss-scale reduce-bucket gather-bucket overlap tp pp sp offload offload-dir momentum keep deterministic " \
+    "config bench report check-replicas timeout auto persist-below comm-dtype reduce fp32-tensors muon-lr profile " \
+    "tune repeat dropout"
 
 enum FlagKind { INT, REAL, TEXT, ONEOF, SWITCH };
 typedef int64_t FlagType_INT;
@@ -86,13 +86,23 @@ typedef struct Flags {
 } Flags;
 
 /* One row with its types erased; `low` of ONEOF is the list of choices. */
-typedef struct { FlagKind kind; const char* name; char letter; size_t offset; const char* def; double low, high; const char* choices; const char* help; } FlagRow;
+typedef struct {
+    FlagKind kind;
+    const char* name;
+    char letter;
+    size_t offset;
+    const char* def;
+    double low, high;
+    const char* choices;
+    const char* help;
+} FlagRow;
 template <class T> static double flag_bound(T x) { return (double)x; }
 static inline double flag_bound(const char*) { return 0; }
 template <class T> static const char* flag_choices(T) { return ""; }
 static inline const char* flag_choices(const char* choices) { return choices; }
 #define FLAG_ROW(kind, field, letter, def, low, high, help) \
-    {kind, #field, (char)(letter), offsetof(Flags, field), #def, flag_bound(low), flag_bound(high), flag_choices(low), help},
+    {kind, #field, (char)(letter), offsetof(Flags, field), #def, flag_bound(low), flag_bound(high), flag_choices(low), \
+     help},
 static const FlagRow flag_rows[] = { FLAGS(FLAG_ROW) };
 #undef FLAG_ROW
 
@@ -158,7 +168,9 @@ static void flag_unknown(const char* arg)
         int d = edit_distance(name, flag_long_name(&row, buf));
         if (d < best_distance) { best_distance = d; memcpy(best, buf, sizeof best); }
     }
-    if (name[0] != '-') die_usage("'%s' is not an option; options start with '-': did you forget the one before it? --help lists them", arg);
+    if (name[0] != '-')
+        die_usage("'%s' is not an option; options start with '-': did you forget the one before it? --help lists them",
+                  arg);
     if (name[1] != '-') die_usage("unknown option '%s': --help lists the letters", arg);
     die_usage("unknown option '%s': did you mean %s? --help lists all", name, best);
 }
@@ -193,7 +205,8 @@ static void flag_store(Flags* flags, const FlagRow* row, const char* shown, cons
     case ONEOF: {
         char nearest[64];
         if (!word_in_list(text, row->choices, '|'))
-            die_usage("%s %s: not one of %s; did you mean %s?", shown, text, row->choices, nearest_word(text, row->choices, '|', nearest));
+            die_usage("%s %s: not one of %s; did you mean %s?", shown, text, row->choices,
+                      nearest_word(text, row->choices, '|', nearest));
         *(const char**)at = text;
         break;
     }

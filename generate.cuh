@@ -16,8 +16,8 @@ static int candidate_compare(const void* a, const void* b)
     return x < y ? 1 : x > y ? -1 : ((const Candidate*)a)->id - ((const Candidate*)b)->id;
 }
 
-/* One of the top_k (0: all) likeliest ids, with probability softmax(logits / temperature); temperature 0: the likeliest.
- * logits (V); u uniform in [0,1). */
+/* One of the top_k (0: all) likeliest ids, with probability softmax(logits / temperature); temperature 0: the
+ * likeliest. logits (V); u uniform in [0,1). */
 static int sample_token(const float* logits, int V, const GenerateConfig* config, double u)
 {
     Candidate* order = (Candidate*)malloc_checked(V * sizeof *order);
@@ -55,7 +55,8 @@ static int next_token(Model* m, const int* ids, int num_ids, const GenerateConfi
 }
 
 /* Prints the prompt and config.num_tokens more tokens as they come. */
-static void generate_from_ids(Model* m, const Tokenizer* tokenizer, const int* prompt, int num_prompt, GenerateConfig config)
+static void generate_from_ids(Model* m, const Tokenizer* tokenizer, const int* prompt, int num_prompt,
+                              GenerateConfig config)
 {
     int* ids = (int*)malloc_checked((num_prompt + config.num_tokens) * sizeof(int));
     float* h_logits = (float*)malloc_checked(m->config.V * sizeof(float));
@@ -78,7 +79,9 @@ static void generate_from_text(Model* m, const Tokenizer* tokenizer, const char*
     int* ids = tokenizer_encode(tokenizer, prompt, strlen(prompt), &num_ids);
     ENSURE(num_ids > 0, "--generate needs at least one character of text to continue");
     for (size_t i = 0; i < num_ids; i++)
-        ENSURE(ids[i] < m->config.V, "the tokenizer gives id %d, the model has %d: it is not this model's tokenizer; give --tokenizer", ids[i], m->config.V);
+        ENSURE(ids[i] < m->config.V,
+               "the tokenizer gives id %d, the model has %d: it is not this model's tokenizer; give --tokenizer",
+               ids[i], m->config.V);
     generate_from_ids(m, tokenizer, ids, (int)num_ids, config);
     free(ids);
 }

@@ -1,5 +1,5 @@
-/* model.cuh: the models. GPT-2 (Radford et al. 2019) as Hugging Face's files have it: pre-norm blocks, learned positions,
- * tanh GELU, head tied to the embedding.
+/* model.cuh: the models. GPT-2 (Radford et al. 2019) as Hugging Face's files have it: pre-norm blocks, learned
+ * positions, tanh GELU, head tied to the embedding.
  *
  * Legend, used with these meanings everywhere and no others:
  *   B  sequences per rank and micro-step     T   tokens per sequence        N   rows, B*T
@@ -68,7 +68,8 @@ static bool config_preset(Config* c, const char* name, int data_V, int context)
     return true;
 }
 
-/* From a Hugging Face config.json: model_type gpt2. What would change the numbers and is not built is refused by name. */
+/* From a Hugging Face config.json: model_type gpt2. What would change the numbers and is not built is refused by name.
+ */
 static void config_read(Config* c, const char* path)
 {
     cJSON* j = json_parse_file(path);
@@ -285,7 +286,10 @@ static double model_flops_per_token(const Config* c, int T)
     return 6.0 * (c->L * block + (double)c->V * c->C) + 6.0 * c->L * (double)c->C * T;
 }
 
-static floatX* model_param(const Model* m, int unit, int row) { return m->zero->params + unit_tensor(&m->shard, unit, row)->first; }
+static floatX* model_param(const Model* m, int unit, int row)
+{
+    return m->zero->params + unit_tensor(&m->shard, unit, row)->first;
+}
 
 /* The gradient of tensor `row` in the buffer that zero_gradient_begin gave for its unit. */
 static float* model_grad(const Model* m, int unit, int row)
@@ -295,7 +299,8 @@ static float* model_grad(const Model* m, int unit, int row)
 
 static const floatX* head_weight(const Model* m)
 {
-    return m->config.tied ? model_param(m, unit_embed(&m->config), WTE) : model_param(m, unit_head(&m->config), LM_HEAD);
+    return m->config.tied ? model_param(m, unit_embed(&m->config), WTE)
+                          : model_param(m, unit_head(&m->config), LM_HEAD);
 }
 
 // --------------------------------------------------------------------------------------------------------- forward
@@ -314,21 +319,23 @@ static void block_forward(Model* m, int layer, int B, int T)
         layernorm_forward(m->ln_1 + row * C, mean, rstd, residual, weight, bias, N, C, c->eps, stream);
     } else {
         const floatX* below = m->residual_2 + (row - (size_t)m->B * m->T) * C;
-        residual_layernorm_forward(residual, m->ln_1 + row * C, mean, rstd, below, m->branch, weight, bias, N, C, c->eps, stream);
+        residual_layernorm_forward(residual, m->ln_1 + row * C, mean, rstd, below, m->branch, weight, bias, N, C,
+                                   c->eps, stream);
     }
-    matmul_forward(m->qkv + row * 3 * C, m->ln_1 + row * C, model_param(m, unit, QKV_WEIGHT), model_param(m, unit, QKV_BIAS),
-                   N, C, 3 * C, Layout::IN_OUT, stream);
-    attention_forward(m->att + row * C, m->att_lse + row * c->NH, m->scratch, m->qkv + row * 3 * C, B, T, c->NH, c->NKV, c->HS,
-                      1.0f / sqrtf((float)c->HS), stream);
+    matmul_forward(m->qkv + row * 3 * C, m->ln_1 + row * C, model_param(m, unit, QKV_WEIGHT),
+                   model_param(m, unit, QKV_BIAS), N, C, 3 * C, Layout::IN_OUT, stream);
+    attention_forward(m->att + row * C, m->att_lse + row * c->NH, m->scratch, m->qkv + row * 3 * C, B, T, c->NH, c->NKV,
+                      c->HS, 1.0f / sqrtf((float)c->HS), stream);
     matmul_forward(m->branch, m->att + row * C, model_param(m, unit, PROJ_WEIGHT), model_param(m, unit, PROJ_BIAS),
                    N, C, C, Layout::IN_OUT, stream);
-    residual_layernorm_forward(m->residual_2 + row * C, m->ln_2 + row * C, m->ln_2_mean + row, m->ln_2_rstd + row, residual, m->branch,
-                               model_param(m, unit, LN_2_WEIGHT), model_param(m, unit, LN_2_BIAS), N, C, c->eps, stream);
+    residual_layernorm_forward(m->residual_2 + row * C, m->ln_2 + row * C, m->ln_2_mean + row, m->ln_2_rstd + row,
+                               residual, m->branch, model_param(m, unit, LN_2_WEIGHT), model_param(m, unit, LN_2_BIAS),
+                               N, C, c->eps, stream);
     matmul_forward(m->fc + row * F, m->ln_2 + row * C, model_param(m, unit, FC_WEIGHT), model_param(m, unit, FC_BIAS),
                    N, C, F, Layout::IN_OUT, stream);
     gelu_forward(m->fc_gelu + row * F, m->fc + row * F, (size_t)N * F, c->gelu, stream);
-    matmul_forward(m->branch, m->fc_gelu + row * F, model_param(m, unit, FCPROJ_WEIGHT), model_param(m, unit, FCPROJ_BIAS),
-                   N, F, C, Layout::IN_OUT, stream);
+    matmul_forward(m->branch, m->fc_gelu + row * F, model_param(m, unit, FCPROJ_WEIGHT),
+                   model_param(m, unit, FCPROJ_BIAS), N, F, C, Layout::IN_OUT, stream);
 }
 
 /* m->tokens (B,T) -> m->ln_f (B*T,C): all but the head. */
@@ -337,22 +344,25 @@ static void model_forward(Model* m, int B, int T)
     const Config* c = &m->config;
     cudaStream_t stream = m->zero->compute;
     int N = B * T, embed = unit_embed(c), head = unit_head(c);
-    embedding_forward(m->residual, m->tokens, model_param(m, embed, WTE), model_param(m, embed, WPE), B, T, c->C, stream);
+    embedding_forward(m->residual, m->tokens, model_param(m, embed, WTE), model_param(m, embed, WPE), B, T, c->C,
+                      stream);
     for (int layer = 0; layer < c->L; layer++) block_forward(m, layer, B, T);
     const floatX* last = m->residual_2 + (size_t)(c->L - 1) * m->B * m->T * c->C;
     residual_layernorm_forward(m->residual_f, m->ln_f, m->ln_f_mean, m->ln_f_rstd, last, m->branch,
-                               model_param(m, head, LN_F_WEIGHT), model_param(m, head, LN_F_BIAS), N, c->C, c->eps, stream);
+                               model_param(m, head, LN_F_WEIGHT), model_param(m, head, LN_F_BIAS), N, c->C, c->eps,
+                               stream);
 }
 
 /* Logits of `rows` rows of ln_f from row `first` on -> m->logits (rows,VP). */
 static void head_forward(Model* m, int first, int rows)
 {
     const Config* c = &m->config;
-    matmul_forward(m->logits, m->ln_f + (size_t)first * c->C, head_weight(m), nullptr, rows, c->C, c->VP, Layout::OUT_IN, m->zero->compute);
+    matmul_forward(m->logits, m->ln_f + (size_t)first * c->C, head_weight(m), nullptr, rows, c->C, c->VP,
+                   Layout::OUT_IN, m->zero->compute);
 }
 
-/* The head on chunks of rows, so that the logits of a batch never exist at once. losses (N); with `backward` also dnorm =
- * gradient of ln_f, and the head's weight gradient. dloss is the weight of one token in the step's loss. */
+/* The head on chunks of rows, so that the logits of a batch never exist at once. losses (N); with `backward` also dnorm
+ * = gradient of ln_f, and the head's weight gradient. dloss is the weight of one token in the step's loss. */
 static void head_loss(Model* m, int N, float dloss, bool backward)
 {
     const Config* c = &m->config;
@@ -363,13 +373,16 @@ static void head_loss(Model* m, int N, float dloss, bool backward)
         classifier(m->logits, m->losses + first, m->targets + first, rows, c->V, c->VP, dloss, backward, stream);
         if (!backward) continue;
         float* dweight = c->tied ? model_grad(m, unit_embed(c), WTE) : model_grad(m, unit_head(c), LM_HEAD);
-        matmul_backward_input(m->dnorm + (size_t)first * c->C, m->logits, head_weight(m), rows, c->C, c->VP, Layout::OUT_IN, false, stream);
-        matmul_backward_weight(dweight, nullptr, m->scratch, m->logits, m->ln_f + (size_t)first * c->C, rows, c->C, c->VP, Layout::OUT_IN, stream);
+        matmul_backward_input(m->dnorm + (size_t)first * c->C, m->logits, head_weight(m), rows, c->C, c->VP,
+                              Layout::OUT_IN, false, stream);
+        matmul_backward_weight(dweight, nullptr, m->scratch, m->logits, m->ln_f + (size_t)first * c->C, rows, c->C,
+                               c->VP, Layout::OUT_IN, stream);
     }
 }
 
 // -------------------------------------------------------------------------------------------------------- backward
-/* Gradient through block `layer`: m->dresidual (N,C) goes in as the gradient of its output, and out as that of its input. */
+/* Gradient through block `layer`: m->dresidual (N,C) goes in as the gradient of its output, and out as that of its
+ * input. */
 static void block_backward(Model* m, int layer, int B, int T)
 {
     const Config* c = &m->config;
@@ -378,26 +391,31 @@ static void block_backward(Model* m, int layer, int B, int T)
     size_t row = (size_t)layer * m->B * m->T;
     float* scratch = m->scratch;
     // MLP
-    matmul_backward_weight(model_grad(m, unit, FCPROJ_WEIGHT), model_grad(m, unit, FCPROJ_BIAS), scratch, m->dresidual, m->fc_gelu + row * F,
-                           N, F, C, Layout::IN_OUT, stream);
-    matmul_backward_input(m->dfc, m->dresidual, model_param(m, unit, FCPROJ_WEIGHT), N, F, C, Layout::IN_OUT, false, stream);
+    matmul_backward_weight(model_grad(m, unit, FCPROJ_WEIGHT), model_grad(m, unit, FCPROJ_BIAS), scratch, m->dresidual,
+                           m->fc_gelu + row * F, N, F, C, Layout::IN_OUT, stream);
+    matmul_backward_input(m->dfc, m->dresidual, model_param(m, unit, FCPROJ_WEIGHT), N, F, C, Layout::IN_OUT, false,
+                          stream);
     gelu_backward(m->dfc, m->dfc, m->fc + row * F, (size_t)N * F, c->gelu, stream);
-    matmul_backward_weight(model_grad(m, unit, FC_WEIGHT), model_grad(m, unit, FC_BIAS), scratch, m->dfc, m->ln_2 + row * C,
-                           N, C, F, Layout::IN_OUT, stream);
+    matmul_backward_weight(model_grad(m, unit, FC_WEIGHT), model_grad(m, unit, FC_BIAS), scratch, m->dfc,
+                           m->ln_2 + row * C, N, C, F, Layout::IN_OUT, stream);
     matmul_backward_input(m->dnorm, m->dfc, model_param(m, unit, FC_WEIGHT), N, C, F, Layout::IN_OUT, false, stream);
-    layernorm_backward(m->dresidual, model_grad(m, unit, LN_2_WEIGHT), model_grad(m, unit, LN_2_BIAS), scratch, m->dnorm, m->residual_2 + row * C,
-                       model_param(m, unit, LN_2_WEIGHT), m->ln_2_mean + row, m->ln_2_rstd + row, N, C, stream);
+    layernorm_backward(m->dresidual, model_grad(m, unit, LN_2_WEIGHT), model_grad(m, unit, LN_2_BIAS), scratch,
+                       m->dnorm, m->residual_2 + row * C, model_param(m, unit, LN_2_WEIGHT), m->ln_2_mean + row,
+                       m->ln_2_rstd + row, N, C, stream);
     // attention
-    matmul_backward_weight(model_grad(m, unit, PROJ_WEIGHT), model_grad(m, unit, PROJ_BIAS), scratch, m->dresidual, m->att + row * C,
-                           N, C, C, Layout::IN_OUT, stream);
-    matmul_backward_input(m->dnorm, m->dresidual, model_param(m, unit, PROJ_WEIGHT), N, C, C, Layout::IN_OUT, false, stream);
+    matmul_backward_weight(model_grad(m, unit, PROJ_WEIGHT), model_grad(m, unit, PROJ_BIAS), scratch, m->dresidual,
+                           m->att + row * C, N, C, C, Layout::IN_OUT, stream);
+    matmul_backward_input(m->dnorm, m->dresidual, model_param(m, unit, PROJ_WEIGHT), N, C, C, Layout::IN_OUT, false,
+                          stream);
     attention_backward(m->dqkv, scratch, m->dnorm, m->att + row * C, m->att_lse + row * c->NH, m->qkv + row * 3 * C,
                        B, T, c->NH, c->NKV, c->HS, 1.0f / sqrtf((float)c->HS), stream);
-    matmul_backward_weight(model_grad(m, unit, QKV_WEIGHT), model_grad(m, unit, QKV_BIAS), scratch, m->dqkv, m->ln_1 + row * C,
-                           N, C, 3 * C, Layout::IN_OUT, stream);
-    matmul_backward_input(m->dnorm, m->dqkv, model_param(m, unit, QKV_WEIGHT), N, C, 3 * C, Layout::IN_OUT, false, stream);
-    layernorm_backward(m->dresidual, model_grad(m, unit, LN_1_WEIGHT), model_grad(m, unit, LN_1_BIAS), scratch, m->dnorm, m->residual + row * C,
-                       model_param(m, unit, LN_1_WEIGHT), m->ln_1_mean + row, m->ln_1_rstd + row, N, C, stream);
+    matmul_backward_weight(model_grad(m, unit, QKV_WEIGHT), model_grad(m, unit, QKV_BIAS), scratch, m->dqkv,
+                           m->ln_1 + row * C, N, C, 3 * C, Layout::IN_OUT, stream);
+    matmul_backward_input(m->dnorm, m->dqkv, model_param(m, unit, QKV_WEIGHT), N, C, 3 * C, Layout::IN_OUT, false,
+                          stream);
+    layernorm_backward(m->dresidual, model_grad(m, unit, LN_1_WEIGHT), model_grad(m, unit, LN_1_BIAS), scratch,
+                       m->dnorm, m->residual + row * C, model_param(m, unit, LN_1_WEIGHT), m->ln_1_mean + row,
+                       m->ln_1_rstd + row, N, C, stream);
 }
 
 /* One micro-step: m->tokens, m->targets (B,T) -> gradients added, step sums added. Sends what the stage sends. */
@@ -411,8 +429,9 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     head_loss(m, N, dloss, true);
     loss_accumulate(z->step_sums + NUM_TOKS, m->losses, m->targets, N, stream);
     CUDA_CHECK(cudaMemsetAsync(m->dresidual, 0, (size_t)N * c->C * sizeof(floatX), stream));
-    layernorm_backward(m->dresidual, model_grad(m, head, LN_F_WEIGHT), model_grad(m, head, LN_F_BIAS), m->scratch, m->dnorm, m->residual_f,
-                       model_param(m, head, LN_F_WEIGHT), m->ln_f_mean, m->ln_f_rstd, N, c->C, stream);
+    layernorm_backward(m->dresidual, model_grad(m, head, LN_F_WEIGHT), model_grad(m, head, LN_F_BIAS), m->scratch,
+                       m->dnorm, m->residual_f, model_param(m, head, LN_F_WEIGHT), m->ln_f_mean, m->ln_f_rstd, N, c->C,
+                       stream);
     zero_gradient_end(z, head, micro, num_micro);
     for (int layer = c->L - 1; layer >= 0; layer--) {
         int unit = unit_block(c, layer);
@@ -420,7 +439,8 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
         block_backward(m, layer, B, T);
         zero_gradient_end(z, unit, micro, num_micro);
     }
-    embedding_backward(model_grad(m, embed, WTE), model_grad(m, embed, WPE), m->dresidual, m->tokens, B, T, c->C, stream);
+    embedding_backward(model_grad(m, embed, WTE), model_grad(m, embed, WPE), m->dresidual, m->tokens, B, T, c->C,
+                       stream);
     zero_gradient_end(z, embed, micro, num_micro);
 }
 

@@ -64,8 +64,10 @@ static void batch_arithmetic(Run* run, int num_ranks)
         bool has_B = f->given[FLAG_micro_batch], has_G = f->given[FLAG_grad_accum];
         if (has_B && !has_G) G = f->batch / (B * R);
         if (!has_B) B = f->batch / (G * R);
-        ENSURE(B * G * R == f->batch, "--batch %lld is not %lld micro-batch x %lld micro-steps x %lld ranks = %lld sequences: change one of them",
-               (long long)f->batch, (long long)B, (long long)G, (long long)R, (long long)(B * G * R));
+        ENSURE(
+            B * G * R == f->batch,
+            "--batch %lld is not %lld micro-batch x %lld micro-steps x %lld ranks = %lld sequences: change one of them",
+            (long long)f->batch, (long long)B, (long long)G, (long long)R, (long long)(B * G * R));
     }
     run->B = (int)B;
     run->G = (int)G;
@@ -84,7 +86,9 @@ static void choose_model(Run* run, const char* name, int data_V)
     Config* c = &run->model.config;
     char path[4096];
     if (config_preset(c, name, data_V, (int)run->flags->seq_len)) return;
-    ENSURE(path_exists(name, "config.json", path), "-m %s is neither a preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48) nor a folder with config.json", name);
+    ENSURE(path_exists(name, "config.json", path),
+           "-m %s is neither a preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48) nor a folder with config.json",
+           name);
     config_read(c, path);
 }
 
@@ -94,7 +98,8 @@ static void choose_tokenizer(Run* run, const char* model_name)
     const Flags* f = run->flags;
     if (f->tokenizer[0]) {
         ENSURE(path_exists(f->tokenizer, "", run->tokenizer_path), "--tokenizer %s: no such file", f->tokenizer);
-    } else if (!path_exists(model_name, "tokenizer.json", run->tokenizer_path) && !path_exists(f->data, "tokenizer.json", run->tokenizer_path)) {
+    } else if (!path_exists(model_name, "tokenizer.json", run->tokenizer_path) &&
+               !path_exists(f->data, "tokenizer.json", run->tokenizer_path)) {
         run->tokenizer_path[0] = 0;
     }
 }
@@ -109,7 +114,9 @@ static void choose_resume(Run* run, char (&path)[4096])
     if (automatic && !f->out[0]) die_usage("--resume auto looks into the folder of -o: give -o");
     const char* folder = automatic ? f->out : f->resume;
     if (!checkpoint_find(folder, path))
-        ENSURE(automatic, "--resume %s: no complete checkpoint there (a folder with state.json, or step_* folders of that kind)", folder);
+        ENSURE(automatic,
+               "--resume %s: no complete checkpoint there (a folder with state.json, or step_* folders of that kind)",
+               folder);
 }
 
 static bool folder_has_split(const char* folder, const char* split)
@@ -117,7 +124,8 @@ static bool folder_has_split(const char* folder, const char* split)
     DIR* dir = opendir(folder);
     if (dir == nullptr) return false;
     bool found = false;
-    for (struct dirent* entry; (entry = readdir(dir)) != nullptr; ) found = found || token_name_matches(entry->d_name, split);
+    for (struct dirent* entry; (entry = readdir(dir)) != nullptr;)
+        found = found || token_name_matches(entry->d_name, split);
     closedir(dir);
     return found;
 }
@@ -204,7 +212,9 @@ static size_t wire_bytes_per_step(const Run* run)
         size_t slice = s->units[u].range.count / c->num_ranks;
         size_t num_reductions = run->flags->zero == 2 && !run->model.resident[u] ? run->G : 1;
         if (run->flags->zero == 0) bytes += comm_all_reduce_bytes(c, s->units[u].range.count, sizeof(float));
-        else bytes += num_reductions * comm_scatter_bytes(c, slice, sizeof(float)) + comm_scatter_bytes(c, slice, sizeof(floatX));
+        else
+            bytes += num_reductions * comm_scatter_bytes(c, slice, sizeof(float)) +
+                     comm_scatter_bytes(c, slice, sizeof(floatX));
     }
     return bytes;
 }
@@ -214,28 +224,32 @@ static void print_start(Run* run, const char* model_name)
     const Config* c = &run->model.config;
     const Flags* f = run->flags;
     char buf[64];
-    SAY("train_gpt " VERSION " | %s, %s | %d rank%s, %d thread%s each", run->device.name, FLOATX_NAME, run->comm.num_ranks,
-        run->comm.num_ranks > 1 ? "s" : "", run->device.num_threads, run->device.num_threads > 1 ? "s" : "");
+    SAY("train_gpt " VERSION " | %s, %s | %d rank%s, %d thread%s each", run->device.name, FLOATX_NAME,
+        run->comm.num_ranks, run->comm.num_ranks > 1 ? "s" : "", run->device.num_threads,
+        run->device.num_threads > 1 ? "s" : "");
     if (run->device.peak_flops > 0) SAY(" | peak %.4g Gflop/s per rank", run->device.peak_flops * 1e-9);
     SAY("\nflags  ");
     for (const FlagRow& row : flag_rows)
         if (f->given[&row - flag_rows]) SAY(" --%s=%s", row.name, flag_value(f, &row, buf));
     SAY("\nmodel   %s%s: L %d, C %d, NH %d, F %d, V %d (padded to %d), context %d | %.2fM parameters\n", model_name,
-        f->model[0] ? "" : " (the default of this build; -m takes another)", c->L, c->C, c->NH, c->F, c->V, c->VP, c->context,
-        run->model.shard.num_params * 1e-6);
-    SAY("data    %s: %zu tokens in %zu shard%s, %zu windows of %d, %zu tokens of tails left out\n", f->data, run->train_set.num_toks,
-        run->train_set.num_files, run->train_set.num_files > 1 ? "s" : "", run->train->num_windows, run->T, run->train->num_tail_toks);
+        f->model[0] ? "" : " (the default of this build; -m takes another)", c->L, c->C, c->NH, c->F, c->V, c->VP,
+        c->context, run->model.shard.num_params * 1e-6);
+    SAY("data    %s: %zu tokens in %zu shard%s, %zu windows of %d, %zu tokens of tails left out\n", f->data,
+        run->train_set.num_toks, run->train_set.num_files, run->train_set.num_files > 1 ? "s" : "",
+        run->train->num_windows, run->T, run->train->num_tail_toks);
     if (run->has_val) SAY("val     %zu tokens in %zu windows\n", run->val_set.num_toks, run->val->num_windows);
-    SAY("batch   %zu sequences = %d per micro-step x %d micro-steps x %d ranks | %zu tokens per step\n", run->global_batch, run->B, run->G,
-        run->comm.num_ranks, run->global_batch * run->T);
+    SAY("batch   %zu sequences = %d per micro-step x %d micro-steps x %d ranks | %zu tokens per step\n",
+        run->global_batch, run->B, run->G, run->comm.num_ranks, run->global_batch * run->T);
     SAY("steps   %zu = %.2f epochs | lr %.3g %s to %.3g, warm-up %zu steps | seed %lld\n", run->num_steps,
-        (double)run->num_steps * run->global_batch / run->train->num_windows, run->config.peak_lr, f->schedule, run->config.min_lr,
-        (size_t)run->config.warmup_steps, (long long)f->seed);
-    SAY("ZeRO    stage %lld: %.2f MiB sent per step and rank\n", (long long)f->zero, wire_bytes_per_step(run) / 1048576.0);
+        (double)run->num_steps * run->global_batch / run->train->num_windows, run->config.peak_lr, f->schedule,
+        run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
+    SAY("ZeRO    stage %lld: %.2f MiB sent per step and rank\n", (long long)f->zero,
+        wire_bytes_per_step(run) / 1048576.0);
     if (run->comm.rank == 0) plan_print(&run->plan, stdout);
     double flops = model_flops_per_token(c, run->T) * run->B * run->G * run->T;
     if (run->device.peak_flops > 0)
-        SAY("time    %.3g Gflop per step and rank: about %.3g s at half of the peak\n", flops * 1e-9, flops / (0.5 * run->device.peak_flops));
+        SAY("time    %.3g Gflop per step and rank: about %.3g s at half of the peak\n", flops * 1e-9,
+            flops / (0.5 * run->device.peak_flops));
     if (!f->out[0]) SAY("output  none (-o FOLDER keeps log and checkpoints)\n");
     fflush(stdout);
 }
@@ -246,7 +260,8 @@ static void plan_run(Run* run, bool training)
     Model* m = &run->model;
     model_tensors(&m->shard, &m->config, run->comm.num_ranks);
     m->resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
-    for (int u = 0; u < m->shard.num_units; u++) m->resident[u] = u == unit_embed(&m->config) || u == unit_head(&m->config);
+    for (int u = 0; u < m->shard.num_units; u++)
+        m->resident[u] = u == unit_embed(&m->config) || u == unit_head(&m->config);
     m->zero = &run->zero;
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, (int)run->flags->zero, m->resident, run->G);
     model_plan(m, &run->plan, run->B, run->T, training);
@@ -287,13 +302,16 @@ static void print_step(Run* run, const StepState* s, size_t step, double took_s)
     else snprintf(eta, sizeof eta, "%ldm%02lds", left_s / 60, left_s % 60);
     if (run->bar_drawn) printf("\r\033[K");
     run->bar_drawn = false;
-    printf("step %zu/%zu | loss %s | norm %.6f | lr %.2e | %.0f ms | ", step, run->num_steps, loss, s->grad_norm, s->lr, took_s * 1e3);
+    printf("step %zu/%zu | loss %s | norm %.6f | lr %.2e | %.0f ms | ", step, run->num_steps, loss, s->grad_norm, s->lr,
+           took_s * 1e3);
     if (toks_per_s >= 1e6) printf("%.2fM tok/s", toks_per_s * 1e-6);
     else if (toks_per_s >= 1e4) printf("%.1fk tok/s", toks_per_s * 1e-3);
     else printf("%.0f tok/s", toks_per_s);
     if (peak_share > 0) printf(" | %.1f%% peak", 100 * peak_share);
-    printf(" | %.2f GiB | eta %s%s\n", plan_bytes(&run->plan, Place::DEVICE) / 1073741824.0, eta, 
-           s->skip == Skip::NONFINITE ? " | SKIPPED: a gradient is Inf or NaN" : s->skip == Skip::NO_TOKS ? " | no token counted: nothing changed" : "");
+    printf(" | %.2f GiB | eta %s%s\n", plan_bytes(&run->plan, Place::DEVICE) / 1073741824.0, eta,
+           s->skip == Skip::NONFINITE ? " | SKIPPED: a gradient is Inf or NaN"
+           : s->skip == Skip::NO_TOKS ? " | no token counted: nothing changed"
+                                      : "");
     fflush(stdout);
 }
 
@@ -304,7 +322,8 @@ static bool on_terminal(void)
     if (die_num_ranks == 1 && getenv("OMPI_COMM_WORLD_RANK") == nullptr) return true;
     char link[64], target[256] = {};
     snprintf(link, sizeof link, "/proc/%d/fd/1", (int)getppid());
-    return readlink(link, target, sizeof target - 1) > 0 && (strncmp(target, "/dev/pts/", 9) == 0 || strncmp(target, "/dev/tty", 8) == 0);
+    return readlink(link, target, sizeof target - 1) > 0 &&
+           (strncmp(target, "/dev/pts/", 9) == 0 || strncmp(target, "/dev/tty", 8) == 0);
 }
 
 /* A bar for steps that take long, on a terminal only. */
@@ -324,10 +343,12 @@ static size_t load_batch(Run* run, Loader* loader, size_t count)
 {
     int k = (int)(count & 1);
     size_t bytes = (size_t)run->B * run->T * sizeof(int);
-    CUDA_CHECK(cudaEventSynchronize(run->batch_copied[k]));   // the copy before the last: long done unless the host is far ahead
+    CUDA_CHECK(
+        cudaEventSynchronize(run->batch_copied[k])); // the copy before the last: long done unless the host is far ahead
     size_t rows = loader_next(loader, run->h_tokens[k], run->h_targets[k]);
     CUDA_CHECK(cudaMemcpyAsync(run->model.tokens, run->h_tokens[k], bytes, cudaMemcpyHostToDevice, run->zero.compute));
-    CUDA_CHECK(cudaMemcpyAsync(run->model.targets, run->h_targets[k], bytes, cudaMemcpyHostToDevice, run->zero.compute));
+    CUDA_CHECK(
+        cudaMemcpyAsync(run->model.targets, run->h_targets[k], bytes, cudaMemcpyHostToDevice, run->zero.compute));
     CUDA_CHECK(cudaEventRecord(run->batch_copied[k], run->zero.compute));
     return rows;
 }
@@ -349,7 +370,8 @@ static void train_step(Run* run)
     CUDA_CHECK(cudaEventRecord(run->step_ended[slot], run->zero.compute));
 }
 
-/* Waits for the result of step `step` (counted from 1), prints and logs it, stops when numbers have gone wrong for good. */
+/* Waits for the result of step `step` (counted from 1), prints and logs it, stops when numbers have gone wrong for
+ * good. */
 static void finish_step(Run* run, size_t step, const char* hash)
 {
     int slot = (int)((step - 1) % STEPS_IN_FLIGHT);
@@ -360,8 +382,10 @@ static void finish_step(Run* run, size_t step, const char* hash)
     print_step(run, s, step, took_ms * 1e-3);
     if (hash != nullptr) log_text(&run->log, "state_hash", hash);
     log_end(&run->log);
-    ENSURE(s->num_skipped_in_a_row < 10, "step %zu: the gradient was not finite %llu times in a row (loss %g): lower -l, or look at the data; "
-           "the last checkpoint is as it was", step, (unsigned long long)s->num_skipped_in_a_row, s->loss);
+    ENSURE(s->num_skipped_in_a_row < 10,
+           "step %zu: the gradient was not finite %llu times in a row (loss %g): lower -l, or look at the data; "
+           "the last checkpoint is as it was",
+           step, (unsigned long long)s->num_skipped_in_a_row, s->loss);
 }
 
 typedef struct { double loss; double num_tokens; } EvalResult;
@@ -372,7 +396,8 @@ static EvalResult evaluate(Run* run)
     Loader* val = run->val;
     Zero* z = &run->zero;
     size_t per_batch = (size_t)run->B * run->comm.num_ranks, num_batches = ceil_div(val->num_windows, per_batch);
-    if (run->flags->eval_batches > 0 && (size_t)run->flags->eval_batches < num_batches) num_batches = run->flags->eval_batches;
+    if (run->flags->eval_batches > 0 && (size_t)run->flags->eval_batches < num_batches)
+        num_batches = run->flags->eval_batches;
     loader_seek(val, 0);
     double* sums = z->step_sums;   // free between steps
     CUDA_CHECK(cudaMemsetAsync(sums, 0, 2 * sizeof(double), z->compute));
@@ -392,11 +417,14 @@ static void evaluate_and_say(Run* run)
     if (!run->has_val) return;
     EvalResult r = evaluate(run);
     double bits = 0;
-    if (run->val_set.text_bytes > 0) bits = r.loss / M_LN2 * (double)run->val_set.num_toks / (double)run->val_set.text_bytes;
-    SAY("val  %zu/%zu | loss %.6f | perplexity %.3f per token, %.0f tokens", run->step, run->num_steps, r.loss, exp(r.loss), r.num_tokens);
+    if (run->val_set.text_bytes > 0)
+        bits = r.loss / M_LN2 * (double)run->val_set.num_toks / (double)run->val_set.text_bytes;
+    SAY("val  %zu/%zu | loss %.6f | perplexity %.3f per token, %.0f tokens", run->step, run->num_steps, r.loss,
+        exp(r.loss), r.num_tokens);
     if (bits > 0) SAY(" | %.4f bits per byte", bits);
     if (run->val_set.num_words > 0)
-        SAY(" | perplexity %.3f per word", exp(r.loss * (double)run->val_set.num_toks / (double)run->val_set.num_words));
+        SAY(" | perplexity %.3f per word",
+            exp(r.loss * (double)run->val_set.num_toks / (double)run->val_set.num_words));
     SAY("\n");
     log_begin(&run->log);
     log_int(&run->log, "step", (long long)run->step);
@@ -428,7 +456,7 @@ static void save(Run* run)
     state.seq_len = run->T;
     state.global_batch = run->global_batch;
     char path[4096];
-    const StepState* last = &run->zero.h_state[(run->step - 1) % STEPS_IN_FLIGHT];   // settled: a save waits for its step
+    const StepState* last = &run->zero.h_state[(run->step - 1) % STEPS_IN_FLIGHT]; // settled: a save waits for its step
     state.num_applied = last->num_applied;
     state.num_skipped = last->num_skipped;
     checkpoint_save(&run->zero, run->flags->out, &state, write_small_files, run, path);
@@ -456,8 +484,8 @@ static void train(Run* run)
         if (saves) save(run);
     }
     if (run->comm.num_ranks > 1 && run->step > 0)
-        SAY("sent    %zu bytes by rank 0 in all, asked for %zu; %zu a step as planned\n", comm_sent_so_far(&run->comm), run->comm.asked_bytes,
-            wire_bytes_per_step(run));
+        SAY("sent    %zu bytes by rank 0 in all, asked for %zu; %zu a step as planned\n", comm_sent_so_far(&run->comm),
+            run->comm.asked_bytes, wire_bytes_per_step(run));
 }
 
 // --------------------------------------------------------------------------------------------------- weights, modes
@@ -484,17 +512,21 @@ static void resume(Run* run, const char* folder)
     device_state.num_skipped = state.num_skipped;
     CUDA_CHECK(cudaMemcpy(run->zero.state, &device_state, sizeof device_state, cudaMemcpyHostToDevice));
     run->step = state.step;
-    ENSURE(state.seq_len == (size_t)run->T, "%s: was trained with -t %zu, now -t %d: the data position counts windows of that length; give -t %zu",
+    ENSURE(state.seq_len == (size_t)run->T,
+           "%s: was trained with -t %zu, now -t %d: the data position counts windows of that length; give -t %zu",
            folder, state.seq_len, run->T, state.seq_len);
     loader_seek(run->train, state.position_windows);
     if (!run->flags->given[FLAG_steps] && run->global_batch != state.global_batch) {
-        size_t left = run->train->config.limit_windows > state.position_windows ? run->train->config.limit_windows - state.position_windows : 0;
+        size_t left = run->train->config.limit_windows > state.position_windows
+                          ? run->train->config.limit_windows - state.position_windows
+                          : 0;
         run->num_steps = run->step + ceil_div(left, run->global_batch);
         run->config = step_config(run);
     }
     SAY("resume  %s: step %zu, window %zu\n", folder, state.step, state.position_windows);
     if (state.seed != (unsigned long long)run->flags->seed)
-        SAY("        --seed is %lld, was %llu: the order of the data changes here\n", (long long)run->flags->seed, state.seed);
+        SAY("        --seed is %lld, was %llu: the order of the data changes here\n", (long long)run->flags->seed,
+            state.seed);
     if (state.global_batch != run->global_batch)
         SAY("        the global batch is %zu, was %zu\n", run->global_batch, state.global_batch);
 }
@@ -555,13 +587,14 @@ static void refuse_what_is_not_there(const Flags* f)
     if (f->zero == 3) die_usage("-z 3 (sharded parameters) is not there yet: use -z 2");
     if (strcmp(f->precision, "fp32") != 0) die_usage("-p %s is not there yet: training runs in fp32", f->precision);
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
-    if (f->given[FLAG_epochs] && f->given[FLAG_steps]) die_usage("-n and --epochs both say where the run ends: give one");
+    if (f->given[FLAG_epochs] && f->given[FLAG_steps])
+        die_usage("-n and --epochs both say where the run ends: give one");
     int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_export_];
     if (modes > 1) die_usage("--plan, --eval, --generate and --export are different modes: give one");
 }
 
-/* Flags, files and plan: all that can be refused before anything is allocated. Returns the model's name; resume_path is the
- * checkpoint to go on from, or empty. */
+/* Flags, files and plan: all that can be refused before anything is allocated. Returns the model's name; resume_path is
+ * the checkpoint to go on from, or empty. */
 static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
 {
     const Flags* f = run->flags;
@@ -610,7 +643,8 @@ static void run_free(Run* run)
     if (run->train != nullptr) loader_close(run->train);
     if (run->val != nullptr) loader_close(run->val);
     CUDA_CHECK(cudaDeviceSynchronize());
-    for (cudaEvent_t event : {run->batch_copied[0], run->batch_copied[1], run->step_begun[0], run->step_begun[1], run->step_ended[0], run->step_ended[1]})
+    for (cudaEvent_t event : {run->batch_copied[0], run->batch_copied[1], run->step_begun[0], run->step_begun[1],
+                              run->step_ended[0], run->step_ended[1]})
         CUDA_CHECK(cudaEventDestroy(event));
     zero_free(&run->zero);
     plan_free(&run->plan);
@@ -637,7 +671,8 @@ static void run_all(const Flags* f, Comm* comm, int argc, char** argv)
         weights_export(&run->zero, f->export_, write_small_files, run);
         SAY("exported %s\n", f->export_);
     } else if (generates) {
-        ENSURE(run->tokenizer_path[0], "--generate needs a tokenizer.json: none in %s or %s; give --tokenizer FILE", model_name, f->data);
+        ENSURE(run->tokenizer_path[0], "--generate needs a tokenizer.json: none in %s or %s; give --tokenizer FILE",
+               model_name, f->data);
         say_sample(run, f->generate);
     } else if (f->eval) {
         ENSURE(run->has_val, "--eval needs validation shards: no val_*.bin in %s; give --val", f->data);

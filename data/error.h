@@ -10,7 +10,7 @@
 #include <cstdlib>
 #include <unistd.h>
 
-inline int die_rank = 0;                             // printed in front of the message; the launcher's rank until comm_init
+inline int die_rank = 0; // printed in front of the message; the launcher's rank until comm_init
 inline int die_num_ranks = 1;
 inline void (*die_abort)(int exit_code) = nullptr;   // takes all ranks down (MPI_Abort); null before comm_init
 

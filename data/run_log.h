@@ -2,8 +2,8 @@
  *   {"run": {"version": ..., "model": ..., one member per flag}}      first, and again at each resume
  *   {"step": 12, "loss": 3.28251214, "norm": ..., ...}                one a step; units are in the names
  *   {"step": 12, "val_loss": ..., "val_tokens": ...}                  after a validation
- * A number that is not finite is written null. Lines are flushed as they are written. On resume from step s the lines of
- * later steps are dropped, so that the log never holds a step twice. */
+ * A number that is not finite is written null. Lines are flushed as they are written. On resume from step s the lines
+ * of later steps are dropped, so that the log never holds a step twice. */
 #pragma once
 #include <cerrno>
 #include <cmath>
@@ -65,15 +65,17 @@ static void log_end(RunLog* log)
     ENSURE(fflush(log->f) == 0, "%s: cannot be written: %s", log->path, strerror(errno));
 }
 
-/* Opens OUT/log.jsonl to append. Lines of steps after `last_step` are dropped first (a resume goes back to a checkpoint);
- * with last_step < 0 an existing log is refused: nothing is overwritten unasked. */
+/* Opens OUT/log.jsonl to append. Lines of steps after `last_step` are dropped first (a resume goes back to a
+ * checkpoint); with last_step < 0 an existing log is refused: nothing is overwritten unasked. */
 static void log_open(RunLog* log, const char* out, long long last_step)
 {
     *log = RunLog{};
     snprintf(log->path, sizeof log->path, "%s/log.jsonl", out);
     FILE* old = fopen(log->path, "r");
     if (old != nullptr) {
-        ENSURE(last_step >= 0, "%s exists: -o names a run that was; take another folder, or --resume %s to go on with it", log->path, out);
+        ENSURE(last_step >= 0,
+               "%s exists: -o names a run that was; take another folder, or --resume %s to go on with it", log->path,
+               out);
         char kept_path[4200];
         snprintf(kept_path, sizeof kept_path, "%s.tmp", log->path);
         FILE* kept = fopen(kept_path, "w");
@@ -87,7 +89,8 @@ static void log_open(RunLog* log, const char* out, long long last_step)
         }
         free(line);
         fclose(old);
-        ENSURE(fclose(kept) == 0 && rename(kept_path, log->path) == 0, "%s: cannot be written: %s", log->path, strerror(errno));
+        ENSURE(fclose(kept) == 0 && rename(kept_path, log->path) == 0, "%s: cannot be written: %s", log->path,
+               strerror(errno));
     }
     log->f = fopen(log->path, "a");
     ENSURE(log->f != nullptr, "%s: cannot be written: %s", log->path, strerror(errno));

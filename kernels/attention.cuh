@@ -366,7 +366,7 @@ template<int HSP> DEV void attention_add(float (&sum)[AttentionShape<HSP>::R][At
 }
 
 /* grid (query blocks, NH, B), the longest first. Rows are queries, lanes keys. */
-template<int HSP> __global__ void __launch_bounds__(ATTENTION_BLOCK, 3)
+template<int HSP> static __global__ void __launch_bounds__(ATTENTION_BLOCK, 3)
 attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, AttentionDims a)
 {
     typedef AttentionShape<HSP> S;
@@ -418,7 +418,7 @@ attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, AttentionDi
 }
 
 /* delta (B,NH,T): a warp an element */
-__global__ void attention_delta_kernel(float* delta, const floatX* dout, const floatX* out, AttentionDims a)
+static __global__ void attention_delta_kernel(float* delta, const floatX* dout, const floatX* out, AttentionDims a)
 {
     const size_t idx = (size_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, T = a.T, NH = a.NH;
     if (idx >= a.B * NH * T) return;
@@ -430,7 +430,7 @@ __global__ void attention_delta_kernel(float* delta, const floatX* dout, const f
 }
 
 /* grid (query blocks, NH, B), the longest first. Rows are queries, lanes keys. */
-template<int HSP> __global__ void __launch_bounds__(ATTENTION_BLOCK, 3)
+template<int HSP> static __global__ void __launch_bounds__(ATTENTION_BLOCK, 3)
 attention_backward_q_kernel(floatX* dqkv, const floatX* dout, const float* lse, const float* delta, const floatX* qkv,
                             AttentionDims a)
 {
@@ -476,7 +476,7 @@ attention_backward_q_kernel(floatX* dqkv, const floatX* dout, const float* lse, 
 }
 
 /* grid (key blocks, NKV, B). Rows are keys, lanes queries, of one query head of the group after another. */
-template<int HSP> __global__ void __launch_bounds__(ATTENTION_BLOCK, 2)
+template<int HSP> static __global__ void __launch_bounds__(ATTENTION_BLOCK, 2)
 attention_backward_kv_kernel(floatX* dqkv, const floatX* dout, const float* lse, const float* delta, const floatX* qkv,
                              AttentionDims a)
 {

@@ -1,6 +1,7 @@
 /* device.cuh: the device this rank runs on: chosen, named, and what it can do at best.
- * A GPU is one row of gpu_rows: dense peaks from NVIDIA's data sheets (no sparsity), fp32 without TF32. In the CPU build the
- * peak is measured at start: fused multiply-adds on all threads of the rank. Nothing else asks for a device by name. */
+ * A GPU is one row of gpu_rows: dense peaks from NVIDIA's data sheets (no sparsity), fp32 without TF32. In the CPU
+ * build the peak is measured at start: fused multiply-adds on all threads of the rank. Nothing else asks for a device
+ * by name. */
 #pragma once
 #include <ctime>
 #include <sched.h>
@@ -24,7 +25,8 @@ typedef struct Device {
 
 typedef struct { const char* name; double tensor16_tflops, fp32_tflops, memory_gbps, link_gbps; } GpuRow;
 
-/* The first row whose name is in the card's. 16-bit tensor-core peak with fp32 accumulation, fp32 peak, memory, link. */
+/* The first row whose name is in the card's. 16-bit tensor-core peak with fp32 accumulation, fp32 peak, memory, link.
+ */
 static const GpuRow gpu_rows[] = {
     {"GB200", 2500, 80, 8000, 900},     {"B200", 2250, 75, 8000, 900},     {"GH200", 989.4, 67, 4900, 450},
     {"H200", 989.4, 67, 4800, 450},     {"H100 PCIe", 756, 51, 2000, 64},  {"H100", 989.4, 67, 3350, 450},
@@ -94,8 +96,8 @@ static int host_threads(int host_num_ranks)
     return num_threads;
 }
 
-/* Takes the device of this host rank; refuses more ranks than GPUs and cards older than sm_80. budget_mb (0: none) limits
- * what a device that is not a GPU gives. */
+/* Takes the device of this host rank; refuses more ranks than GPUs and cards older than sm_80. budget_mb (0: none)
+ * limits what a device that is not a GPU gives. */
 static void device_init(Device* d, int host_rank, int host_num_ranks, size_t budget_mb)
 {
     *d = Device{};
@@ -104,8 +106,10 @@ static void device_init(Device* d, int host_rank, int host_num_ranks, size_t bud
     ENSURE(budget_mb == 0, "--device-mb is for the CPU and emulated builds; a GPU has what it has");
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
-    ENSURE(error == cudaSuccess && count > 0, "no CUDA device: %s; `make DEVICE=cpu` builds for this machine", cudaGetErrorString(error));
-    ENSURE(host_num_ranks <= count, "%d ranks on this host, have %d GPUs: start at most one rank per GPU", host_num_ranks, count);
+    ENSURE(error == cudaSuccess && count > 0, "no CUDA device: %s; `make DEVICE=cpu` builds for this machine",
+           cudaGetErrorString(error));
+    ENSURE(host_num_ranks <= count, "%d ranks on this host, have %d GPUs: start at most one rank per GPU",
+           host_num_ranks, count);
     CUDA_CHECK(cudaSetDevice(host_rank));
     cudaDeviceProp prop;
     CUDA_CHECK(cudaGetDeviceProperties(&prop, host_rank));

@@ -225,14 +225,14 @@ template<class D> static bool matmul_lt(D* d, const floatX* a, const floatX* b, 
 }
 
 /* Where cuBLASLt cannot add the bias: one block a row. */
-__global__ void matmul_bias_kernel(floatX* out, const floatX* bias, int OC)
+static __global__ void matmul_bias_kernel(floatX* out, const floatX* bias, int OC)
 {
     floatX* row = out + (size_t)blockIdx.x * OC;
     for (int col = threadIdx.x; col < OC; col += blockDim.x) store_f(row + col, load_f(row[col]) + load_f(bias[col]));
 }
 
 /* A warp reads 32 columns of a row at a time; the block's 8 warps take rows in turn and are added up at the end. */
-__global__ void matmul_backward_bias_parts_kernel(float* parts, const floatX* dout, int N, int OC)
+static __global__ void matmul_backward_bias_parts_kernel(float* parts, const floatX* dout, int N, int OC)
 {
     SHARED(float, sums, [8][32]);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, col = blockIdx.x * 32 + lane;
@@ -248,7 +248,7 @@ __global__ void matmul_backward_bias_parts_kernel(float* parts, const floatX* do
     parts[(size_t)blockIdx.y * OC + col] = sum;
 }
 
-__global__ void matmul_backward_bias_add_kernel(float* dbias, const float* parts, int num_parts, int OC)
+static __global__ void matmul_backward_bias_add_kernel(float* dbias, const float* parts, int num_parts, int OC)
 {
     const int col = blockIdx.x * blockDim.x + threadIdx.x;
     if (col >= OC) return;

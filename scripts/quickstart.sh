@@ -36,7 +36,8 @@ mpirun -np 2 ./train_gpt -z 2 -b 4 -g 1 -n 900 -l 3e-3 --warmup 40 --eval-every 
 step "evaluate on the last 5 % of the text"
 model=$(find "$out" -maxdepth 1 -name 'step_*' | sort | tail -n 1)
 mpirun -np 2 ./train_gpt --eval -m "$model"
-sed -n 's/.*"gzip9_bits_per_byte": \([0-9.]*\).*/gzip -9 packs the same text to \1 bits per byte/p' data/sets/kjv/meta.json
+sed -n 's/.*"gzip9_bits_per_byte": \([0-9.]*\).*/gzip -9 packs the same text to \1 bits per byte/p' \
+    data/sets/kjv/meta.json
 
 step "plot"
 .venv/bin/python scripts/plot.py "$out"

@@ -1,6 +1,6 @@
 /* test_shard.cpp: who owns which element, for every number of ranks from 1 to 64. No GPU, no MPI.
- * For random tables of tensors: the slices of a unit tile it; the parts of a tensor in the slices tile the tensor, in order;
- * packed places of different units do not overlap and fill num_elems / R; logical places do not depend on R. */
+ * For random tables of tensors: the slices of a unit tile it; the parts of a tensor in the slices tile the tensor, in
+ * order; packed places of different units do not overlap and fill num_elems / R; logical places do not depend on R. */
 #include "../zero/shard.h"
 
 static int num_passed, num_failed;
@@ -48,7 +48,8 @@ static void check_tensor(const Shard* s, const Tensor* t, int R)
     check(next == t->first + tensor_elems(t), "parts of a tensor are the tensor", R);
     Range unit = s->units[t->unit].range;
     check(t->first % SHARD_ALIGN_ELEMS == 0, "a tensor is aligned", R);
-    check(t->first >= unit.first && t->first + t->padded_rows * t->shape[1] <= unit.first + unit.count, "a tensor is in its unit", R);
+    check(t->first >= unit.first && t->first + t->padded_rows * t->shape[1] <= unit.first + unit.count,
+          "a tensor is in its unit", R);
 }
 
 static void check_shard(const Shard* s, int R)
@@ -72,7 +73,9 @@ static void check_shard(const Shard* s, int R)
         check(s->tensors[t].logical_first == params, "logical places do not depend on R", R);
         params += tensor_elems(&s->tensors[t]);
         if (t > 0 && s->tensors[t].unit == s->tensors[t - 1].unit)
-            check(s->tensors[t].first >= s->tensors[t - 1].first + s->tensors[t - 1].padded_rows * s->tensors[t - 1].shape[1], "tensors do not overlap", R);
+            check(s->tensors[t].first >=
+                      s->tensors[t - 1].first + s->tensors[t - 1].padded_rows * s->tensors[t - 1].shape[1],
+                  "tensors do not overlap", R);
     }
     check(params == s->num_params, "num_params counts what the files hold", R);
 }

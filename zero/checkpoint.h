@@ -4,9 +4,9 @@
  *                     optimizer.safetensors  NAME.m and NAME.v for each tensor, fp32
  *                     state.json             step, data position, counters, what the run was: RunState
  *                     tokenizer.json         if there is one
- * Every rank writes its slice of each tensor, and reads what its stage keeps: any rank count and stage resumes any other.
- * Written to step_00000010.tmp, synced, renamed: a folder without .tmp is complete. Device memory goes through one bounce
- * buffer. Not handled: ranks that do not share the folder (refused), writing while training goes on. */
+ * Every rank writes its slice of each tensor, and reads what its stage keeps: any rank count and stage resumes any
+ * other. Written to step_00000010.tmp, synced, renamed: a folder without .tmp is complete. Device memory goes through
+ * one bounce buffer. Not handled: ranks that do not share the folder (refused), writing while training goes on. */
 #pragma once
 #include <dirent.h>
 #include <sys/stat.h>
@@ -25,7 +25,8 @@ static const size_t MAX_FILE_BYTES = 5000000000;   // larger files are split
 
 // ------------------------------------------------------------------------------------------------- device <-> file
 /* fp32 values of device elements `values` (count) into tensor `st` of the file from element `first` on. */
-static void file_from_device(const SafeTensors* files, const SafeTensor* st, size_t first, const float* values, size_t count, Zero* z)
+static void file_from_device(const SafeTensors* files, const SafeTensor* st, size_t first, const float* values,
+                             size_t count, Zero* z)
 {
     for (size_t done = 0; done < count; ) {
         size_t n = count - done < BOUNCE_ELEMS ? count - done : BOUNCE_ELEMS;
@@ -36,7 +37,8 @@ static void file_from_device(const SafeTensors* files, const SafeTensor* st, siz
     }
 }
 
-static void device_from_file(float* values, const SafeTensors* files, const SafeTensor* st, size_t first, size_t count, Zero* z)
+static void device_from_file(float* values, const SafeTensors* files, const SafeTensor* st, size_t first, size_t count,
+                             Zero* z)
 {
     for (size_t done = 0; done < count; ) {
         size_t n = count - done < BOUNCE_ELEMS ? count - done : BOUNCE_ELEMS;
@@ -127,7 +129,8 @@ static bool checkpoint_find(const char* folder, char (&path)[4096])
 }
 
 // ----------------------------------------------------------------------------------------------------------- save
-/* Tables of the files to be: weights (suffixes {""}) or optimizer states ({".m", ".v"}). Names are owned by the plan. */
+/* Tables of the files to be: weights (suffixes {""}) or optimizer states ({".m", ".v"}). Names are owned by the plan.
+ */
 static SafeTensors* plan_files(const Shard* s, const char* path, const char* const* suffixes, int num_suffixes)
 {
     size_t count = (size_t)s->num_tensors * num_suffixes;
@@ -181,7 +184,8 @@ static void write_slices(Zero* z, const SafeTensors* files, StateKind kind, cons
 /* One rank creates, all write, all sync. */
 static void write_files(Zero* z, const char* path, bool optimizer)
 {
-    SafeTensors* files = plan_files(z->shard, path, optimizer ? optimizer_suffixes : weight_suffixes, optimizer ? 2 : 1);
+    SafeTensors* files =
+        plan_files(z->shard, path, optimizer ? optimizer_suffixes : weight_suffixes, optimizer ? 2 : 1);
     if (z->comm->rank == 0) safetensors_create_files(files);
     comm_barrier(z->comm);
     if (z->comm->rank != 0) safetensors_open_files(files);
@@ -216,8 +220,8 @@ static void run_state_write(const RunState* s, const Zero* z, const char* path)
 
 /* Writes OUT/step_N. `small_files(folder, context)` adds config.json and the tokenizer, on rank 0. path: what was made.
  * An existing folder of that name is refused. */
-static void checkpoint_save(Zero* z, const char* out, const RunState* state, void (*small_files)(const char* folder, void* context),
-                            void* context, char (&path)[4096])
+static void checkpoint_save(Zero* z, const char* out, const RunState* state,
+                            void (*small_files)(const char* folder, void* context), void* context, char (&path)[4096])
 {
     char temporary[4096], file[4200];
     snprintf(path, sizeof path, "%s/step_%08zu", out, state->step);
@@ -230,7 +234,8 @@ static void checkpoint_save(Zero* z, const char* out, const RunState* state, voi
         folder_make(temporary);
     }
     comm_barrier(z->comm);
-    ENSURE(access(temporary, F_OK) == 0, "%s is not seen by rank %d: -o must be a folder that all hosts share", temporary, z->comm->rank);
+    ENSURE(access(temporary, F_OK) == 0, "%s is not seen by rank %d: -o must be a folder that all hosts share",
+           temporary, z->comm->rank);
     snprintf(file, sizeof file, "%s/model.safetensors", temporary);
     write_files(z, file, false);
     snprintf(file, sizeof file, "%s/optimizer.safetensors", temporary);
@@ -247,7 +252,8 @@ static void checkpoint_save(Zero* z, const char* out, const RunState* state, voi
 }
 
 /* The weights alone as an HF folder: model.safetensors and the small files. */
-static void weights_export(Zero* z, const char* folder, void (*small_files)(const char* folder, void* context), void* context)
+static void weights_export(Zero* z, const char* folder, void (*small_files)(const char* folder, void* context),
+                           void* context)
 {
     char file[4200];
     snprintf(file, sizeof file, "%s/model.safetensors", folder);
@@ -270,7 +276,8 @@ static const SafeTensor* find_weight(const SafeTensors* files, const char* name)
 {
     static const char prefix[] = "transformer.";
     const SafeTensor* found = safetensors_find(files, name);
-    if (found == nullptr && strncmp(name, prefix, sizeof prefix - 1) == 0) found = safetensors_find(files, name + sizeof prefix - 1);
+    if (found == nullptr && strncmp(name, prefix, sizeof prefix - 1) == 0)
+        found = safetensors_find(files, name + sizeof prefix - 1);
     return found;
 }
 
@@ -279,8 +286,10 @@ static void ensure_shape(const SafeTensors* files, const SafeTensor* st, const T
     bool same = st->num_dims == t->num_dims;
     for (int d = 0; same && d < st->num_dims; d++) same = st->dims[d] == t->shape[d];
     char have[96] = "", need[96] = "";
-    for (int d = 0; d < st->num_dims; d++) snprintf(have + strlen(have), sizeof have - strlen(have), "%s%zu", d ? "x" : "", st->dims[d]);
-    for (int d = 0; d < t->num_dims; d++) snprintf(need + strlen(need), sizeof need - strlen(need), "%s%zu", d ? "x" : "", t->shape[d]);
+    for (int d = 0; d < st->num_dims; d++)
+        snprintf(have + strlen(have), sizeof have - strlen(have), "%s%zu", d ? "x" : "", st->dims[d]);
+    for (int d = 0; d < t->num_dims; d++)
+        snprintf(need + strlen(need), sizeof need - strlen(need), "%s%zu", d ? "x" : "", t->shape[d]);
     ENSURE(same, "%s: tensor %s has shape %s, config.json asks for %s", files->path, st->name, have, need);
 }
 
@@ -315,7 +324,8 @@ static void weights_load(Zero* z, const char* folder, bool tied)
     for (size_t i = 0; i < files->num_tensors; i++) {
         const char* name = files->tensors[i].name;
         bool known = weight_is_ignored(name, tied);
-        for (int k = 0; !known && k < s->num_tensors; k++) known = find_weight(files, s->tensors[k].name) == &files->tensors[i];
+        for (int k = 0; !known && k < s->num_tensors; k++)
+            known = find_weight(files, s->tensors[k].name) == &files->tensors[i];
         ENSURE(known, "%s: holds tensor %s, which the model of config.json does not have", files->path, name);
     }
     safetensors_close(files);
@@ -351,8 +361,8 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
             snprintf(name, sizeof name, "%s%s", t->name, optimizer_suffixes[k]);
             const SafeTensor* st = safetensors_get(files, name);
             ensure_shape(files, st, t);
-            device_from_file(state_at(z, k == 0 ? STATE_M : STATE_V, t->unit, part.first), files, st, part.first - t->first,
-                             part.count, z);
+            device_from_file(state_at(z, k == 0 ? STATE_M : STATE_V, t->unit, part.first), files, st,
+                             part.first - t->first, part.count, z);
         }
     }
     safetensors_close(files);

@@ -1,8 +1,8 @@
 /* comm.h: ranks and what they send each other. Every MPI and NCCL call of the program is here.
  * Collectives are enqueued on a stream and counted as they are asked for: asked_bytes is what this rank sends by the
- * bandwidth-optimal algorithms, (R-1)/R of the data once for a reduce-scatter or an all-gather, twice for an all-reduce.
- * The CPU and emulated builds count what is really sent.
- * With one rank nothing is sent. NO_MPI and NO_NCCL leave the libraries out: one rank only. */
+ * bandwidth-optimal algorithms, (R-1)/R of the data once for a reduce-scatter or an all-gather, twice for an
+ * all-reduce. The CPU and emulated builds count what is really sent. With one rank nothing is sent. NO_MPI and NO_NCCL
+ * leave the libraries out: one rank only. */
 #pragma once
 #include <climits>
 #include <cstdint>
@@ -135,11 +135,16 @@ static void comm_ensure_same(const Comm* c, uint64_t value, const char* what)
 {
     uint64_t first = value;
     comm_broadcast_host(c, &first, sizeof first);
-    ENSURE(first == value, "rank %d differs from rank 0 in %s: start all ranks from the same build, command line and files", c->rank, what);
+    ENSURE(first == value,
+           "rank %d differs from rank 0 in %s: start all ranks from the same build, command line and files", c->rank,
+           what);
 }
 
 /* What rank 0 sends when each rank holds n elements of n*R (reduce-scatter, all-gather), and for an all-reduce of n. */
-static inline size_t comm_scatter_bytes(const Comm* c, size_t n, size_t elem_bytes) { return (c->num_ranks - 1) * n * elem_bytes; }
+static inline size_t comm_scatter_bytes(const Comm* c, size_t n, size_t elem_bytes)
+{
+    return (c->num_ranks - 1) * n * elem_bytes;
+}
 static inline size_t comm_all_reduce_bytes(const Comm* c, size_t n, size_t elem_bytes)
 {
     size_t own = ceil_div(n, c->num_ranks);   // summed here: the rest is sent to its owners, then this to all

@@ -1,5 +1,5 @@
-/* init.h: the weights at step 0, from a counter: element i of a tensor depends on the seed, the tensor's name and i alone,
- * so it is the same for any number of ranks, stage, precision and thread. dev/init.py is the same in NumPy.
+/* init.h: the weights at step 0, from a counter: element i of a tensor depends on the seed, the tensor's name and i
+ * alone, so it is the same for any number of ranks, stage, precision and thread. dev/init.py is the same in NumPy.
  *   mix(z)     z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^= z >> 31
  *              (the finaliser of SplitMix64: Steele, Lea, Flood 2014), all in uint64
  *   key        fnv1a64(name) ^ mix(seed + 0x9E3779B97F4A7C15)

@@ -42,7 +42,10 @@ static void plan_print(const Plan* p, FILE* f)
             size_t bytes = 0;
             int first = p->num_rows;
             for (int k = p->num_rows - 1; k >= 0; k--)
-                if (p->rows[k].place == place && strcmp(p->rows[k].label, p->rows[i].label) == 0) { bytes += p->rows[k].bytes; first = k; }
+                if (p->rows[k].place == place && strcmp(p->rows[k].label, p->rows[i].label) == 0) {
+                    bytes += p->rows[k].bytes;
+                    first = k;
+                }
             if (first == i && bytes > 0) fprintf(f, "  %-32s %10.1f MiB\n", p->rows[i].label, bytes / 1048576.0);
         }
         fprintf(f, "  %-32s %10.1f MiB\n", "total", plan_bytes(p, place) / 1048576.0);
@@ -54,8 +57,10 @@ static void plan_allocate(Plan* p)
 {
     size_t free_bytes, total_bytes, need = plan_bytes(p, Place::DEVICE);
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
-    ENSURE(need <= free_bytes, "device memory: need %.1f MiB (list above), have %.1f MiB free of %.1f MiB: lower -b or -t, "
-           "raise -z or the number of ranks, or take a smaller model", need / 1048576.0, free_bytes / 1048576.0, total_bytes / 1048576.0);
+    ENSURE(need <= free_bytes,
+           "device memory: need %.1f MiB (list above), have %.1f MiB free of %.1f MiB: lower -b or -t, "
+           "raise -z or the number of ranks, or take a smaller model",
+           need / 1048576.0, free_bytes / 1048576.0, total_bytes / 1048576.0);
     for (int i = 0; i < p->num_rows; i++) {
         PlanRow* row = &p->rows[i];
         if (row->dest == nullptr || row->bytes == 0) continue;

@@ -1,15 +1,18 @@
-/* shard.h: who owns which element. Integer arithmetic only: no GPU, no MPI, so that test/test_shard.cpp can try every R.
+/* shard.h: who owns which element. Integer arithmetic only: no GPU, no MPI, so that test/test_shard.cpp can try every
+ * R.
  *
  * All parameters lie in one flat space. It is cut into units: what is gathered and released together (the embeddings,
- * each block, the head). Inside a unit the tensors lie one after another in the layout of the HF file, each at a multiple
- * of SHARD_ALIGN_ELEMS; the unit is padded to a multiple of R * SHARD_ALIGN_ELEMS. Rank r owns slice r of every unit:
+ * each block, the head). Inside a unit the tensors lie one after another in the layout of the HF file, each at a
+ * multiple of SHARD_ALIGN_ELEMS; the unit is padded to a multiple of R * SHARD_ALIGN_ELEMS. Rank r owns slice r of
+ * every unit:
  *
  *      unit 0                                  unit 1
  *      | tensor a  | tensor b |pad|            | tensor c |  tensor d   | pad |
  *      | slice 0 | slice 1 | slice 2 |         | slice 0  | slice 1 | slice 2 |
  *
- * Since each unit's size is a multiple of R, what one rank owns of all units is packed at unit.first / R: no table needed.
- * Padding is 0 from the start to the end: its gradient is never written, it is never in a norm, never in a file. */
+ * Since each unit's size is a multiple of R, what one rank owns of all units is packed at unit.first / R: no table
+ * needed. Padding is 0 from the start to the end: its gradient is never written, it is never in a norm, never in a
+ * file. */
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -87,7 +90,10 @@ static inline Range shard_slice(const Shard* s, int unit_idx, int rank)
 }
 
 /* Where slice `rank` of the unit starts in a buffer that packs what one rank owns (num_elems / R long). */
-static inline size_t shard_packed_first(const Shard* s, int unit_idx) { return s->units[unit_idx].range.first / s->num_ranks; }
+static inline size_t shard_packed_first(const Shard* s, int unit_idx)
+{
+    return s->units[unit_idx].range.first / s->num_ranks;
+}
 
 /* The elements of tensor t inside `range`, in the flat space; count 0 if none. Padded rows are not among them. */
 static inline Range tensor_part(const Tensor* t, Range range)

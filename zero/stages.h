@@ -1,11 +1,11 @@
 /* stages.h: ZeRO. Which rank keeps what between and within steps, and when it moves.
  *   stage 0  parameters, gradients and optimizer states whole on every rank; gradients all-reduced at the boundary
- *   stage 1  optimizer states sliced; gradients whole, reduce-scattered at the boundary; parameters gathered after the step
- *   stage 2  gradients sliced too: each unit is reduce-scattered in every micro-step into an fp32 slice. A unit's whole
- *            gradient lives in one of two ring buffers while its backward runs. Resident units (the embeddings and the
- *            head, which the classifier and the lookup both add to) keep theirs whole and are reduced at the boundary.
- * Rank r updates slice r of every unit (shard.h). The printed norm is summed by slices at every stage, so that it has the
- * same bits at stages 0, 1 and 2. Rajbhandari et al. 2020, arXiv:1910.02054.
+ *   stage 1  optimizer states sliced; gradients whole, reduce-scattered at the boundary; parameters gathered after the
+ * step stage 2  gradients sliced too: each unit is reduce-scattered in every micro-step into an fp32 slice. A unit's
+ * whole gradient lives in one of two ring buffers while its backward runs. Resident units (the embeddings and the head,
+ * which the classifier and the lookup both add to) keep theirs whole and are reduced at the boundary. Rank r updates
+ * slice r of every unit (shard.h). The printed norm is summed by slices at every stage, so that it has the same bits at
+ * stages 0, 1 and 2. Rajbhandari et al. 2020, arXiv:1910.02054.
  *
  * Streams: compute does forward, backward and the optimizer; reduce carries gradients. Edges go through stream_wait.
  * Nothing here knows a transformer: the model says zero_gradient_begin(u), adds its gradients, zero_gradient_end(u). */
@@ -75,7 +75,8 @@ static float* zero_reduced_grad(const Zero* z, int u, size_t flat)
 }
 
 /* Adds every buffer of this stage to the plan; pointers are valid after plan_allocate and zero_start. */
-static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, int stage, const bool* resident, int num_micro_steps)
+static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, int stage, const bool* resident,
+                      int num_micro_steps)
 {
     *z = Zero{};
     z->comm = comm;
@@ -146,7 +147,8 @@ static void zero_step_begin(Zero* z)
     CUDA_CHECK(cudaMemsetAsync(z->step_sums, 0, NUM_STEP_SUMS * sizeof(double), z->compute));
     for (int u = 0; u < z->shard->num_units; u++)
         if (!zero_in_ring(z, u))
-            CUDA_CHECK(cudaMemsetAsync(z->unit_grads[u], 0, z->shard->units[u].range.count * sizeof(float), z->compute));
+            CUDA_CHECK(
+                cudaMemsetAsync(z->unit_grads[u], 0, z->shard->units[u].range.count * sizeof(float), z->compute));
 }
 
 /* Before the backward of unit u: its buffer is clear, to be added to on the compute stream. */
@@ -188,7 +190,8 @@ static void zero_step_end(Zero* z, StepConfig config, AdamwConfig adamw, int slo
     stream_wait(z->compute, z->reduce, z->reduced_all, "every gradient has arrived");
     for (int u = 0; u < shard->num_units; u++) {
         Range slice = shard_slice(shard, u, z->comm->rank);
-        global_norm_accumulate(z->step_sums, z->norm_scratch, zero_reduced_grad(z, u, slice.first), slice.count, z->compute);
+        global_norm_accumulate(z->step_sums, z->norm_scratch, zero_reduced_grad(z, u, slice.first), slice.count,
+                               z->compute);
     }
     comm_all_reduce(z->comm, z->step_sums, NUM_STEP_SUMS, ncclFloat64, z->compute);
     step_state_update(z->state, z->step_sums, config, z->compute);
@@ -201,28 +204,31 @@ static void zero_step_end(Zero* z, StepConfig config, AdamwConfig adamw, int slo
             if (part.count == 0) continue;
             size_t at = zero_state_first(z, u) + (part.first - owned.first);
             adamw_update(z->params + part.first, z->master ? z->master + at : nullptr, z->moment1 + at, z->moment2 + at,
-                         zero_reduced_grad(z, u, part.first), part.count, shard->tensors[t].decay ? adamw.weight_decay : 0.0f,
-                         adamw.beta1, adamw.beta2, adamw.eps, z->state, z->compute);
+                         zero_reduced_grad(z, u, part.first), part.count,
+                         shard->tensors[t].decay ? adamw.weight_decay : 0.0f, adamw.beta1, adamw.beta2, adamw.eps,
+                         z->state, z->compute);
         }
         if (zero_slices_states(z))
             comm_all_gather(z->comm, z->params + unit->range.first, owned.count, FLOATX_NCCL, z->compute);
     }
 }
 
-/* Sum over all elements of parameters (master where there is one) and moments, by tensor, the same for every R, stage and
- * layout if the values are. Synchronises. */
+/* Sum over all elements of parameters (master where there is one) and moments, by tensor, the same for every R, stage
+ * and layout if the values are. Synchronises. */
 static unsigned long long zero_state_hash(Zero* z)
 {
     const Shard* shard = z->shard;
     CUDA_CHECK(cudaMemsetAsync(z->hash, 0, sizeof *z->hash, z->compute));
     for (int u = 0; u < shard->num_units; u++) {
         Range slice = shard_slice(shard, u, z->comm->rank), owned = zero_owned(z, u);
-        for (int t = shard->units[u].first_tensor; t < shard->units[u].first_tensor + shard->units[u].num_tensors; t++) {
+        for (int t = shard->units[u].first_tensor; t < shard->units[u].first_tensor + shard->units[u].num_tensors;
+             t++) {
             Range part = tensor_part(&shard->tensors[t], slice);
             if (part.count == 0) continue;
             size_t at = zero_state_first(z, u) + (part.first - owned.first);
             size_t logical = shard->tensors[t].logical_first + (part.first - shard->tensors[t].first);
-            const float* values[] = {z->master ? z->master + at : (const float*)(z->params + part.first), z->moment1 + at, z->moment2 + at};
+            const float* values[] = {z->master ? z->master + at : (const float*)(z->params + part.first),
+                                     z->moment1 + at, z->moment2 + at};
             for (int k = 0; k < 3; k++)
                 state_hash_accumulate(z->hash, values[k], part.count, k * shard->num_params + logical, z->compute);
         }
