@@ -23,7 +23,7 @@
 #ifdef DEVICE_CUDA
 #define DEFAULT_MODEL "gpt2"
 #else
-#define DEFAULT_MODEL "d4"
+#define DEFAULT_MODEL "d3"   // the one scripts/quickstart.sh trains
 #endif
 
 enum { STEPS_IN_FLIGHT = 2 };      // the host enqueues step s + 1 before it reads the result of step s
@@ -419,7 +419,9 @@ static void evaluate_and_say(Run* run)
     double bits = 0;
     if (run->val_set.text_bytes > 0)
         bits = r.loss / M_LN2 * (double)run->val_set.num_toks / (double)run->val_set.text_bytes;
-    SAY("val  %zu/%zu | loss %.6f | perplexity %.3f per token, %.0f tokens", run->step, run->num_steps, r.loss,
+    if (run->flags->eval) SAY("val | ");
+    else SAY("val  %zu/%zu | ", run->step, run->num_steps);
+    SAY("loss %.6f | perplexity %.3f per token, %.0f tokens", r.loss,
         exp(r.loss), r.num_tokens);
     if (bits > 0) SAY(" | %.4f bits per byte", bits);
     if (run->val_set.num_words > 0)
