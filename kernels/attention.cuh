@@ -8,7 +8,7 @@
  * writes  forward out =, lse =; backward dqkv =
  * needs   NH % NKV == 0: query head h reads key/value head h / (NH/NKV); any B, T; any HS on the CPU, <= 256 on a GPU
  * exact   every sum is taken in a fixed order by one thread or warp, without atomics: same bits on every run and for
- *         any number of CPU threads. Arithmetic is fp32 whatever floatX is.
+ *         any number of CPU threads. Arithmetic is fp32, but on a GPU in bf16 and fp16 as attention_mma.cuh says.
  * cost    forward 2, backward 5 products of T*(T+1)/2 * HS multiply-adds per query head, judged against the FMA peak
  * source  Dao et al. 2022, arXiv:2205.14135 (tiles, online softmax, recomputation); the transposed scores of the CPU
  *         code are our own */
@@ -536,15 +536,11 @@ attention_backward_kv_kernel(floatX* dqkv, const floatX* dout, const float* lse,
             }
 }
 
-static size_t attention_scratch_elems(int B, int T, int NH, int HS) { (void)HS; return (size_t)B * NH * T; }
-
 /* A block may use 48 KiB without asking. */
-template<class Kernel> static size_t attention_shared_bytes(Kernel kernel, size_t elems)
+template<class Kernel> static void attention_allow_shared(Kernel kernel, size_t bytes)
 {
-    const size_t bytes = elems * sizeof(float);
     if (bytes > 48 * 1024)
         CUDA_CHECK(cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    return bytes;
 }
 
 template<int HSP> static void attention_forward_launch(floatX* out, float* lse, const floatX* qkv, AttentionDims a,
@@ -552,9 +548,10 @@ template<int HSP> static void attention_forward_launch(floatX* out, float* lse, 
 {
     typedef AttentionShape<HSP> S;
     const dim3 grid(ceil_div(a.T, S::ROWS), a.NH, a.B);
-    const size_t elems = S::TILE_ELEMS + S::ROWS_ELEMS + S::WEIGHT_ELEMS;
-    LAUNCH((attention_forward_kernel<HSP>), grid, ATTENTION_BLOCK,
-           attention_shared_bytes(attention_forward_kernel<HSP>, elems), stream, out, lse, qkv, a);
+    const size_t bytes = (S::TILE_ELEMS + S::ROWS_ELEMS + S::WEIGHT_ELEMS) * sizeof(float);
+    attention_allow_shared(attention_forward_kernel<HSP>, bytes);
+    LAUNCH((attention_forward_kernel<HSP>), grid, ATTENTION_BLOCK, bytes, stream, out, lse, qkv, a);
+    CUDA_CHECK(cudaGetLastError());
 }
 
 template<int HSP> static void attention_backward_launch(floatX* dqkv, float* delta, const floatX* dout,
@@ -562,15 +559,32 @@ template<int HSP> static void attention_backward_launch(floatX* dqkv, float* del
                                                         AttentionDims a, cudaStream_t stream)
 {
     typedef AttentionShape<HSP> S;
-    const size_t elems = S::TILE_ELEMS + 2 * S::ROWS_ELEMS + S::WEIGHT_ELEMS;
+    const size_t bytes = (S::TILE_ELEMS + 2 * S::ROWS_ELEMS + S::WEIGHT_ELEMS) * sizeof(float);
     const dim3 grid_q(ceil_div(a.T, S::ROWS), a.NH, a.B), grid_kv(ceil_div(a.T, S::ROWS), a.NKV, a.B);
     LAUNCH(attention_delta_kernel, ceil_div((size_t)a.B * a.NH * a.T, 8), 256, 0, stream, delta, dout, out, a);
-    LAUNCH((attention_backward_q_kernel<HSP>), grid_q, ATTENTION_BLOCK,
-           attention_shared_bytes(attention_backward_q_kernel<HSP>, elems), stream, dqkv, dout, lse, delta, qkv, a);
-    LAUNCH((attention_backward_kv_kernel<HSP>), grid_kv, ATTENTION_BLOCK,
-           attention_shared_bytes(attention_backward_kv_kernel<HSP>, elems), stream, dqkv, dout, lse, delta, qkv, a);
+    CUDA_CHECK(cudaGetLastError());
+    attention_allow_shared(attention_backward_q_kernel<HSP>, bytes);
+    LAUNCH((attention_backward_q_kernel<HSP>), grid_q, ATTENTION_BLOCK, bytes, stream, dqkv, dout, lse, delta, qkv, a);
+    CUDA_CHECK(cudaGetLastError());
+    attention_allow_shared(attention_backward_kv_kernel<HSP>, bytes);
+    LAUNCH((attention_backward_kv_kernel<HSP>), grid_kv, ATTENTION_BLOCK, bytes, stream, dqkv, dout, lse, delta, qkv, a);
+    CUDA_CHECK(cudaGetLastError());
 }
 
+#ifdef PREC_FP32
+static bool attention_uses_mma(AttentionDims, std::initializer_list<const void*>) { return false; }
+static size_t attention_scratch_elems(int B, int T, int NH, int HS) { (void)HS; return (size_t)B * NH * T; }
+#else
+#include "attention_mma.cuh"
+/* The statistics of the rows, or for head sizes of the 32-bit path delta alone, which is less. */
+static size_t attention_scratch_elems(int B, int T, int NH, int HS)
+{
+    return 2 * attention_stats_elems({B, T, NH, NH, HS, 1.0f});
+}
+#endif
+
+#define ATTENTION_FOR_HEAD_SIZE(HS, launch, ...) \
+    ((HS) <= 64 ? launch<64>(__VA_ARGS__) : (HS) <= 128 ? launch<128>(__VA_ARGS__) : launch<256>(__VA_ARGS__))
 #endif
 
 static AttentionDims attention_dims(int B, int T, int NH, int NKV, int HS, float scale)
@@ -589,10 +603,10 @@ static void attention_forward(floatX* out, float* lse, float* scratch, const flo
     ON_CPU(attention_forward_cpu(out, lse, scratch, qkv, a));
 #ifndef DEVICE_CPU
     (void)scratch;
-    if (HS <= 64) attention_forward_launch<64>(out, lse, qkv, a, stream);
-    else if (HS <= 128) attention_forward_launch<128>(out, lse, qkv, a, stream);
-    else attention_forward_launch<256>(out, lse, qkv, a, stream);
-    CUDA_CHECK(cudaGetLastError());
+    if (!attention_uses_mma(a, {out, qkv})) ATTENTION_FOR_HEAD_SIZE(HS, attention_forward_launch, out, lse, qkv, a, stream);
+#ifndef PREC_FP32
+    else ATTENTION_FOR_HEAD_SIZE(HS, attention_forward_mma, out, lse, qkv, a, stream);
+#endif
 #endif
 }
 
@@ -603,10 +617,11 @@ static void attention_backward(floatX* dqkv, float* scratch, const floatX* dout,
     const AttentionDims a = attention_dims(B, T, NH, NKV, HS, scale);
     ON_CPU(attention_backward_cpu(dqkv, scratch, dout, out, lse, qkv, a));
 #ifndef DEVICE_CPU
-    if (HS <= 64) attention_backward_launch<64>(dqkv, scratch, dout, out, lse, qkv, a, stream);
-    else if (HS <= 128) attention_backward_launch<128>(dqkv, scratch, dout, out, lse, qkv, a, stream);
-    else attention_backward_launch<256>(dqkv, scratch, dout, out, lse, qkv, a, stream);
-    CUDA_CHECK(cudaGetLastError());
+    if (!attention_uses_mma(a, {dqkv, scratch, dout, out, qkv}))
+        ATTENTION_FOR_HEAD_SIZE(HS, attention_backward_launch, dqkv, scratch, dout, out, lse, qkv, a, stream);
+#ifndef PREC_FP32
+    else ATTENTION_FOR_HEAD_SIZE(HS, attention_backward_mma, dqkv, scratch, dout, out, lse, qkv, a, stream);
+#endif
 #endif
 }
 
