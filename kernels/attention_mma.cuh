@@ -61,14 +61,12 @@ template <int HSP> DEV int swizzled(int row, int chunk) { return row * HSP + ((c
 /* Starts to copy rows first.. of a head's (T, HS) matrix to a tile; zeros past T and HS. By the whole block. */
 template <int HSP, int ROWS> DEV void mma_load(floatX* tile, const floatX* src, size_t ld, int first, AttentionDims a)
 {
-    constexpr int CHUNKS = HSP / 8;
+    constexpr int CHUNKS = HSP / 8, STEP = MMA_BLOCK / CHUNKS;
+    const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    src += (size_t)(first + row) * ld + chunk * 8;   // not read where it is outside
 #pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS / MMA_BLOCK; i++) {
-        const int idx = i * MMA_BLOCK + (int)threadIdx.x, row = idx / CHUNKS, chunk = idx % CHUNKS;
-        const bool inside = first + row < a.T && chunk * 8 < a.HS;
-        const floatX* from = inside ? src + (size_t)(first + row) * ld + chunk * 8 : src;
-        cp_async16(tile + swizzled<HSP>(row, chunk), from, inside);
-    }
+    for (int i = 0; i < ROWS; i += STEP)
+        cp_async16(tile + swizzled<HSP>(row + i, chunk), src + i * ld, first + row + i < a.T && chunk * 8 < a.HS);
 }
 
 /* dot[m][n] = rows[16 m ..] . cols[8 n ..], for M tiles of 16 rows and N of 8 columns, over the whole head. rows and
