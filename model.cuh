@@ -331,9 +331,8 @@ static void block_forward(Model* m, int layer, int B, int T)
     residual_layernorm_forward(m->residual_2 + row * C, m->ln_2 + row * C, m->ln_2_mean + row, m->ln_2_rstd + row,
                                residual, m->branch, model_param(m, unit, LN_2_WEIGHT), model_param(m, unit, LN_2_BIAS),
                                N, C, c->eps, stream);
-    matmul_forward(m->fc + row * F, m->ln_2 + row * C, model_param(m, unit, FC_WEIGHT), model_param(m, unit, FC_BIAS),
-                   N, C, F, Layout::IN_OUT, stream);
-    gelu_forward(m->fc_gelu + row * F, m->fc + row * F, (size_t)N * F, c->gelu, stream);
+    matmul_forward_gelu(m->fc_gelu + row * F, m->fc + row * F, m->ln_2 + row * C, model_param(m, unit, FC_WEIGHT),
+                        model_param(m, unit, FC_BIAS), N, C, F, Layout::IN_OUT, c->gelu, stream);
     matmul_forward(m->branch, m->fc_gelu + row * F, model_param(m, unit, FCPROJ_WEIGHT),
                    model_param(m, unit, FCPROJ_BIAS), N, F, C, Layout::IN_OUT, stream);
 }
@@ -393,9 +392,8 @@ static void block_backward(Model* m, int layer, int B, int T)
     // MLP
     matmul_backward_weight(model_grad(m, unit, FCPROJ_WEIGHT), model_grad(m, unit, FCPROJ_BIAS), scratch, m->dresidual,
                            m->fc_gelu + row * F, N, F, C, Layout::IN_OUT, stream);
-    matmul_backward_input(m->dfc, m->dresidual, model_param(m, unit, FCPROJ_WEIGHT), N, F, C, Layout::IN_OUT, false,
-                          stream);
-    gelu_backward(m->dfc, m->dfc, m->fc + row * F, (size_t)N * F, c->gelu, stream);
+    matmul_backward_input_gelu(m->dfc, m->dresidual, model_param(m, unit, FCPROJ_WEIGHT), m->fc + row * F, N, F, C,
+                               Layout::IN_OUT, c->gelu, stream);
     matmul_backward_weight(model_grad(m, unit, FC_WEIGHT), model_grad(m, unit, FC_BIAS), scratch, m->dfc,
                            m->ln_2 + row * C, N, C, F, Layout::IN_OUT, stream);
     matmul_backward_input(m->dnorm, m->dfc, model_param(m, unit, FC_WEIGHT), N, C, F, Layout::IN_OUT, false, stream);

@@ -567,7 +567,8 @@ template<int HSP> static void attention_backward_launch(floatX* dqkv, float* del
     LAUNCH((attention_backward_q_kernel<HSP>), grid_q, ATTENTION_BLOCK, bytes, stream, dqkv, dout, lse, delta, qkv, a);
     CUDA_CHECK(cudaGetLastError());
     attention_allow_shared(attention_backward_kv_kernel<HSP>, bytes);
-    LAUNCH((attention_backward_kv_kernel<HSP>), grid_kv, ATTENTION_BLOCK, bytes, stream, dqkv, dout, lse, delta, qkv, a);
+    LAUNCH((attention_backward_kv_kernel<HSP>), grid_kv, ATTENTION_BLOCK, bytes, stream, dqkv, dout, lse, delta, qkv,
+           a);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -579,7 +580,7 @@ static size_t attention_scratch_elems(int B, int T, int NH, int HS) { (void)HS; 
 /* The statistics of the rows, or for head sizes of the 32-bit path delta alone, which is less. */
 static size_t attention_scratch_elems(int B, int T, int NH, int HS)
 {
-    return 2 * attention_stats_elems({B, T, NH, NH, HS, 1.0f});
+    return 2 * stats_elems({B, T, NH, NH, HS, 1.0f});
 }
 #endif
 
@@ -603,7 +604,8 @@ static void attention_forward(floatX* out, float* lse, float* scratch, const flo
     ON_CPU(attention_forward_cpu(out, lse, scratch, qkv, a));
 #ifndef DEVICE_CPU
     (void)scratch;
-    if (!attention_uses_mma(a, {out, qkv})) ATTENTION_FOR_HEAD_SIZE(HS, attention_forward_launch, out, lse, qkv, a, stream);
+    if (!attention_uses_mma(a, {out, qkv}))
+        ATTENTION_FOR_HEAD_SIZE(HS, attention_forward_launch, out, lse, qkv, a, stream);
 #ifndef PREC_FP32
     else ATTENTION_FOR_HEAD_SIZE(HS, attention_forward_mma, out, lse, qkv, a, stream);
 #endif

@@ -1,11 +1,11 @@
-/* attention_mma.cuh: attention on tensor cores, the 16-bit half of attention.cuh, which has the formulas and the shapes.
+/* attention_mma.cuh: attention on tensor cores, the 16-bit half of attention.cuh, which has the formulas and shapes.
  * Products multiply bf16 or fp16 and sum in fp32; probabilities and ds are rounded to floatX between two products.
- * how     A block has 4 warps, each with 16 or 32 rows of one side: queries (forward, dq) or keys (dk and dv). The other
- *         side comes in tiles through two buffers, copied by cp.async while the one before is worked on: one barrier a
- *         tile. What a warp computes of a tile, scores and ds, stays in its registers: an accumulator's layout is that
- *         of the next product's left operand. All three kernels are made of the same two products, mma_dot and mma_add.
- *         Head elements are padded with zeros to HSP, 64, 128 or 256. Rows lie in shared memory in chunks of 16 bytes,
- *         chunk c of row r at c ^ (r % 8), so that the 8 rows of an ldmatrix hit 32 different banks.
+ * how     A block has 4 warps, each with 16 or 32 rows of one side: queries (forward, dq) or keys (dk and dv). The
+ *         other side comes in tiles through two buffers, copied by cp.async while the one before is worked on: one
+ *         barrier a tile. What a warp computes of a tile, scores and ds, stays in its registers: an accumulator's
+ *         layout is that of the next product's left operand. All three kernels are made of the same two products,
+ *         mma_dot and mma_add. Head elements are padded with zeros to HSP: 64, 128 or 256. Rows lie in shared memory in
+ *         chunks of 16 bytes, chunk c of row r at c ^ (r % 8), so that the 8 rows of an ldmatrix hit 32 banks.
  * needs   HS % 8 == 0, 16-byte aligned tensors, scale > 0; any T. Other head sizes take the 32-bit path.
  * exact   no atomics, no block waits for another: dq is summed over keys by the block of its queries, dk and dv over
  *         queries and the query heads of a group by the block of their keys. The price is that the backward computes
@@ -17,8 +17,8 @@
 static constexpr int MMA_BLOCK = 128;                // 4 warps
 static constexpr int STATS_ROWS = 128;               // rows of statistics are padded to whole blocks of queries
 
-/* What a warp and a block take of each side. Sizes of tiles keep a block under 99 KiB of shared memory, and accumulators
- * under 255 registers. */
+/* What a warp and a block take of each side. The sizes keep a block within 99 KiB of shared memory, what the
+ * smallest card has, and a thread within 255 registers. */
 template <int HSP> struct MmaShape {
     static constexpr int CHUNKS = HSP / 8;                                     // of 16 bytes, in a row
     static constexpr int M_FORWARD = HSP <= 128 ? 2 : 1;                       // 16-row tiles of a warp
@@ -35,9 +35,9 @@ template <int HSP> struct MmaShape {
 
 /* Statistics of the rows as the backward kernels read them: log2(e) * lse, then delta, (B,NH,rows) each. Rows past T
  * have lse = inf, which makes every p = exp(s - lse) of theirs 0. */
-HOSTDEV size_t attention_stats_rows(AttentionDims a) { return (size_t)(a.T + STATS_ROWS - 1) / STATS_ROWS * STATS_ROWS; }
-HOSTDEV size_t attention_stats_elems(AttentionDims a) { return (size_t)a.B * a.NH * attention_stats_rows(a); }
-HOSTDEV size_t attention_stats(AttentionDims a, int b, int h) { return ((size_t)b * a.NH + h) * attention_stats_rows(a); }
+HOSTDEV size_t stats_rows(AttentionDims a) { return ((size_t)a.T + STATS_ROWS - 1) / STATS_ROWS * STATS_ROWS; }
+HOSTDEV size_t stats_first(AttentionDims a, int b, int h) { return ((size_t)b * a.NH + h) * stats_rows(a); }
+HOSTDEV size_t stats_elems(AttentionDims a) { return stats_first(a, a.B, 0); }
 
 static constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 
@@ -129,9 +129,9 @@ template <int HSP, int M, int N, int C> DEV void mma_add(float (&sum)[M][C][4], 
 
 /* Writes factor[m][i] * sum to rows first.. of a head's (T, HS) matrix, element 8 * first_chunk on, in whole chunks: by
  * way of `staging`, the warp's own rows of a tile, which it has read for the last time. */
-template <int HSP, int M, int C> DEV void mma_store(floatX* dst, size_t ld, floatX* staging, const float (&sum)[M][C][4],
-                                                    const float (&factor)[M][2], int first, int first_chunk,
-                                                    AttentionDims a)
+template <int HSP, int M, int C>
+DEV void mma_store(floatX* dst, size_t ld, floatX* staging, const float (&sum)[M][C][4], const float (&factor)[M][2],
+                   int first, int first_chunk, AttentionDims a)
 {
     const int lane = threadIdx.x % 32;
     __syncwarp();
@@ -172,8 +172,9 @@ template <int M, int N> DEV void mma_mask(float (&s)[M][N][4], int query, int ke
 
 /* One tile of the online softmax: s becomes exp(scale * (s - max)), and max, sum and acc move to the new maximum. sum is
  * of this lane's keys only; max is of the row. */
-template <int M, int N, int C> DEV void mma_softmax(float (&s)[M][N][4], float (&max_score)[M][2], float (&sum)[M][2],
-                                                    float (&acc)[M][C][4], float scale_log2)
+template <int M, int N, int C>
+DEV void mma_softmax(float (&s)[M][N][4], float (&max_score)[M][2], float (&sum)[M][2], float (&acc)[M][C][4],
+                     float scale_log2)
 {
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -188,7 +189,10 @@ template <int M, int N, int C> DEV void mma_softmax(float (&s)[M][N][4], float (
 #pragma unroll
             for (int n = 0; n < N; n++)
 #pragma unroll
-                for (int e = 2 * i; e < 2 * i + 2; e++) part += s[m][n][e] = exp2_fast(s[m][n][e] * scale_log2 - top_log2);
+                for (int e = 2 * i; e < 2 * i + 2; e++) {
+                    s[m][n][e] = exp2_fast(s[m][n][e] * scale_log2 - top_log2);
+                    part += s[m][n][e];
+                }
 #pragma unroll
             for (int c = 0; c < C; c++) {
                 acc[m][c][2 * i] *= shrink;
@@ -260,7 +264,7 @@ template <int HSP> static __global__ void __launch_bounds__(256)
 attention_stats_kernel(float* stats, const floatX* dout, const floatX* out, const float* lse, AttentionDims a)
 {
     constexpr int GROUP = HSP / 8;
-    const size_t idx = ((size_t)blockIdx.x * 256 + threadIdx.x) / GROUP, rows = attention_stats_rows(a), T = a.T;
+    const size_t idx = ((size_t)blockIdx.x * 256 + threadIdx.x) / GROUP, rows = stats_rows(a), T = a.T;
     const size_t h = idx % a.NH, t = idx / a.NH % rows, b = idx / a.NH / rows;
     const int d = threadIdx.x % GROUP * 8;
     float sum = 0.0f;
@@ -276,12 +280,13 @@ attention_stats_kernel(float* stats, const floatX* dout, const floatX* out, cons
     if (b >= (size_t)a.B || d > 0) return;
     const size_t at = (b * a.NH + h) * rows + t;
     stats[at] = t < T ? LOG2_E * lse[(b * a.NH + h) * T + t] : INFINITY;
-    stats[attention_stats_elems(a) + at] = sum;
+    stats[stats_elems(a) + at] = sum;
 }
 
 /* grid (query blocks, NH, B), the longest first. Rows are queries, tiles keys. */
 template <int HSP> static __global__ void __launch_bounds__(MMA_BLOCK, 2)
-attention_backward_q_mma_kernel(floatX* dqkv, const floatX* dout, const float* stats, const floatX* qkv, AttentionDims a)
+attention_backward_q_mma_kernel(floatX* dqkv, const floatX* dout, const float* stats, const floatX* qkv,
+                                AttentionDims a)
 {
     typedef MmaShape<HSP> S;
     constexpr int M = S::M_BACKWARD, ROWS = S::ROWS_BACKWARD, TILE = S::TILE_BACKWARD;
@@ -299,13 +304,13 @@ attention_backward_q_mma_kernel(floatX* dqkv, const floatX* dout, const float* s
     mma_load<HSP, TILE>(keys, k, ld, 0, a);
     mma_load<HSP, TILE>(values, v, ld, 0, a);
     cp_async_commit();
-    stats += attention_stats(a, b, h) + row;
+    stats += stats_first(a, b, h) + row;
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             lse_log2[m][i] = stats[16 * m + 8 * i + lane / 4];
-            delta[m][i] = stats[attention_stats_elems(a) + 16 * m + 8 * i + lane / 4];
+            delta[m][i] = stats[stats_elems(a) + 16 * m + 8 * i + lane / 4];
             factor[m][i] = a.scale;
         }
 
@@ -352,7 +357,7 @@ template <int HSP> DEV void mma_load_queries(floatX* queries, floatX* douts, flo
     const int idx = threadIdx.x, part = idx * 4 / TILE, offset = idx * 4 % TILE;
     if (part < 2)
         cp_async16(tile_stats + part * TILE + offset,
-                   stats + part * attention_stats_elems(a) + attention_stats(a, b, h) + first + offset);
+                   stats + part * stats_elems(a) + stats_first(a, b, h) + first + offset);
     cp_async_commit();
 }
 
@@ -471,7 +476,7 @@ template <int HSP> static void attention_backward_mma(floatX* dqkv, float* stats
     const size_t bytes = S::BACKWARD_ELEMS * sizeof(floatX), stats_bytes = 4 * S::TILE_BACKWARD * sizeof(float);
     const unsigned num_blocks = (unsigned)ceil_div(a.T, S::ROWS_BACKWARD);
     const dim3 grid_q(num_blocks, a.NH, a.B), grid_kv(num_blocks, a.NKV * (HSP / S::COLS), a.B);
-    LAUNCH((attention_stats_kernel<HSP>), ceil_div(attention_stats_elems(a) * (HSP / 8), 256), 256, 0, stream, stats,
+    LAUNCH((attention_stats_kernel<HSP>), ceil_div(stats_elems(a) * (HSP / 8), 256), 256, 0, stream, stats,
            dout, out, lse, a);
     CUDA_CHECK(cudaGetLastError());
     attention_allow_shared(attention_backward_q_mma_kernel<HSP>, bytes);
