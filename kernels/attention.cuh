@@ -83,13 +83,13 @@ static size_t attention_scratch_elems(int B, int T, int NH, int HS)
     return attention_num_threads() * attention_thread_elems(T, HS);
 }
 
-static void attention_pack_rows(float* dst, const float* src, size_t ld, int T, int HS)
+static void attention_pack_rows(float* dst, const floatX* src, size_t ld, int T, int HS)
 {
     for (int t = 0; t < T; t += GEMM_MR)
         gemm_pack(dst + (size_t)t * HS, GEMM_MR, src + t * ld, ld, false, HS, gemm_min(GEMM_MR, T - t));
 }
 
-static void attention_pack_cols(float* dst, const float* src, size_t ld, int T, int HS)
+static void attention_pack_cols(float* dst, const floatX* src, size_t ld, int T, int HS)
 {
     const int keys = (int)round_up(T, GEMM_MR);
     for (int d = 0; d < HS; d += GEMM_MR, dst += (size_t)keys * GEMM_MR) {
@@ -158,7 +158,7 @@ static void attention_softmax(float* s, float* max, float* sum, float* acc_t, in
     }
 }
 
-static void attention_forward_head(float* out, float* lse, const AttentionSpace* s, const float* q, AttentionDims a)
+static void attention_forward_head(floatX* out, float* lse, const AttentionSpace* s, const floatX* q, AttentionDims a)
 {
     const int T = a.T, HS = a.HS;
     const size_t ld = attention_ld_qkv(a), ld_out = attention_ld_out(a);
@@ -190,11 +190,11 @@ static void attention_forward_head(float* out, float* lse, const AttentionSpace*
 }
 
 /* A block of rows in whole vectors; what sticks out is zero. */
-static void attention_copy_rows(float* dst, const float* src, size_t ld, int num_rows, int HS)
+static void attention_copy_rows(float* dst, const floatX* src, size_t ld, int num_rows, int HS)
 {
     const size_t width = round_up(HS, VF);
     for (int i = 0; i < num_rows; i++) {
-        memcpy(dst + i * width, src + i * ld, HS * sizeof(float));
+        vf_copy(dst + i * width, src + i * ld, HS);
         memset(dst + i * width + HS, 0, (width - HS) * sizeof(float));
     }
 }
@@ -214,8 +214,8 @@ static void attention_softmax_backward(float* s, float* dp, const float* lse, co
 }
 
 /* One query head: writes dq, adds to s->dk and s->dv. */
-static void attention_backward_head(float* dq, const AttentionSpace* s, const float* dout, const float* out,
-                                    const float* lse, const float* q, AttentionDims a)
+static void attention_backward_head(floatX* dq, const AttentionSpace* s, const floatX* dout, const floatX* out,
+                                    const float* lse, const floatX* q, AttentionDims a)
 {
     const int T = a.T, HS = a.HS;
     const size_t ld = attention_ld_qkv(a), ld_out = attention_ld_out(a), width = round_up(HS, VF);
@@ -248,7 +248,7 @@ static void attention_backward_head(float* dq, const AttentionSpace* s, const fl
 }
 
 /* Threads share out the query heads. */
-static void attention_forward_cpu(float* out, float* lse, float* scratch, const float* qkv, AttentionDims a)
+static void attention_forward_cpu(floatX* out, float* lse, float* scratch, const floatX* qkv, AttentionDims a)
 {
     const size_t ld = attention_ld_qkv(a), thread_elems = attention_thread_elems(a.T, a.HS);
     #pragma omp parallel for schedule(dynamic) num_threads(attention_num_threads())
@@ -264,8 +264,8 @@ static void attention_forward_cpu(float* out, float* lse, float* scratch, const 
 }
 
 /* Threads share out the key/value heads: the query heads that read one follow each other and add up its dk and dv. */
-static void attention_backward_cpu(float* dqkv, float* scratch, const float* dout, const float* out, const float* lse,
-                                   const float* qkv, AttentionDims a)
+static void attention_backward_cpu(floatX* dqkv, float* scratch, const floatX* dout, const floatX* out, const float* lse,
+                                   const floatX* qkv, AttentionDims a)
 {
     const int T = a.T, HS = a.HS, group = a.NH / a.NKV;
     const size_t ld = attention_ld_qkv(a), width = round_up(HS, VF), thread_elems = attention_thread_elems(T, HS);
@@ -285,8 +285,8 @@ static void attention_backward_cpu(float* dqkv, float* scratch, const float* dou
             attention_backward_head(dqkv + q, &s, dout + o, out + o, lse + attention_l(a, b, h), qkv + q, a);
         }
         for (int t = 0; t < T; t++) {
-            memcpy(dqkv + k + t * ld, s.dk + t * width, HS * sizeof(float));
-            memcpy(dqkv + v + t * ld, s.dv + t * width, HS * sizeof(float));
+            vf_copy(dqkv + k + t * ld, s.dk + t * width, HS);
+            vf_copy(dqkv + v + t * ld, s.dv + t * width, HS);
         }
     }
 }

@@ -170,8 +170,8 @@ template <int M, int N> DEV void mma_mask(float (&s)[M][N][4], int query, int ke
                     s[m][n][e] = -INFINITY;
 }
 
-/* One tile of the online softmax: s becomes exp(scale * (s - max)), and max, sum and acc move to the new maximum. sum is
- * of this lane's keys only; max is of the row. */
+/* One tile of the online softmax: s becomes exp(scale * (s - max)), and max, sum and acc move to the new maximum. sum
+ * is of this lane's keys only; max is of the row. */
 template <int M, int N, int C>
 DEV void mma_softmax(float (&s)[M][N][4], float (&max_score)[M][2], float (&sum)[M][2], float (&acc)[M][C][4],
                      float scale_log2)

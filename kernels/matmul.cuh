@@ -35,19 +35,19 @@ static size_t matmul_workspace_bytes() { return 0; }      // of the device; gemm
 static size_t matmul_scratch_elems(int) { return 1; }
 
 /* The weight as an (IC,OC) matrix. */
-static GemmOperand matmul_weight_cpu(const float* weight, int IC, int OC, Layout layout)
+static GemmOperand matmul_weight_cpu(const floatX* weight, int IC, int OC, Layout layout)
 {
     if (layout == Layout::OUT_IN) return {weight, (size_t)IC, true};
     return {weight, (size_t)OC, false};
 }
 
-static void matmul_forward_cpu(float* out, const float* inp, const float* weight, const float* bias, int N, int IC,
+static void matmul_forward_cpu(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias, int N, int IC,
                                int OC, Layout layout)
 {
     gemm(out, OC, {inp, (size_t)IC, false}, matmul_weight_cpu(weight, IC, OC, layout), N, OC, IC, bias, false);
 }
 
-static void matmul_backward_input_cpu(float* dinp, const float* dout, const float* weight, int N, int IC, int OC,
+static void matmul_backward_input_cpu(floatX* dinp, const floatX* dout, const floatX* weight, int N, int IC, int OC,
                                       Layout layout, bool accumulate)
 {
     GemmOperand w = matmul_weight_cpu(weight, IC, OC, layout);
@@ -56,7 +56,7 @@ static void matmul_backward_input_cpu(float* dinp, const float* dout, const floa
 }
 
 /* Threads share out the columns, in strips of a few vectors; each adds the rows in order. */
-static void matmul_backward_bias_cpu(float* dbias, const float* dout, int N, int OC)
+static void matmul_backward_bias_cpu(float* dbias, const floatX* dout, int N, int OC)
 {
     const int strip = 4 * VF;
     #pragma omp parallel for schedule(static)
@@ -69,14 +69,14 @@ static void matmul_backward_bias_cpu(float* dbias, const float* dout, int N, int
         } else {
             for (int col = first; col < OC; col++) {
                 float sum = 0.0f;
-                for (int n = 0; n < N; n++) sum += dout[(size_t)n * OC + col];
+                for (int n = 0; n < N; n++) sum += load_f(dout[(size_t)n * OC + col]);
                 dbias[col] += sum;
             }
         }
     }
 }
 
-static void matmul_backward_weight_cpu(float* dweight, float* dbias, const float* dout, const float* inp, int N, int IC,
+static void matmul_backward_weight_cpu(float* dweight, float* dbias, const floatX* dout, const floatX* inp, int N, int IC,
                                        int OC, Layout layout)
 {
     GemmOperand dout_t = {dout, (size_t)OC, true}, inp_t = {inp, (size_t)IC, true};
