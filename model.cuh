@@ -565,9 +565,13 @@ static void block_forward(Model* m, int layer, int B, int T)
     linear_forward(m, unit, PROJ_WEIGHT, m->branch, m->att + row * Q, N, Q, C);
     norm_forward(m, unit, NORM_2_WEIGHT, m->residual_2 + row * C, m->norm_2 + row * C, m->norm_2_mean,
                  m->norm_2_rstd, row, residual, m->branch, N);
-    linear_forward(m, unit, FC_WEIGHT, m->fc + row * FC, m->norm_2 + row * C, N, C, FC);
-    if (is_llama(m)) swiglu_forward(m->fc_act + row * F, m->fc + row * FC, N, F, stream);
-    else gelu_forward(m->fc_act + row * F, m->fc + row * FC, (size_t)N * F, c->gelu, stream);
+    if (is_llama(m)) {
+        linear_forward(m, unit, FC_WEIGHT, m->fc + row * FC, m->norm_2 + row * C, N, C, FC);
+        swiglu_forward(m->fc_act + row * F, m->fc + row * FC, N, F, stream);
+    } else {
+        matmul_forward_gelu(m->fc_act + row * F, m->fc + row * F, m->norm_2 + row * C, model_param(m, unit, FC_WEIGHT),
+                            model_param(m, unit, FC_BIAS), N, C, F, linear_layout(m), c->gelu, stream);
+    }
     linear_forward(m, unit, FCPROJ_WEIGHT, m->branch, m->fc_act + row * F, N, F, C);
 }
 
@@ -655,10 +659,15 @@ static void block_backward(Model* m, int layer, int B, int T)
     int Q = (int)config_dim(c, Dim::Q), QKV = (int)config_dim(c, Dim::QKV);
     size_t row = (size_t)layer * m->B * m->T;
     // MLP
-    floatX* dfc_act = is_llama(m) ? m->dfc_act : m->dfc;
-    linear_backward(m, unit, FCPROJ_WEIGHT, dfc_act, m->dresidual, m->fc_act + row * F, N, F, C);
-    if (is_llama(m)) swiglu_backward(m->dfc, dfc_act, m->fc + row * FC, N, F, stream);
-    else gelu_backward(m->dfc, dfc_act, m->fc + row * FC, (size_t)N * F, c->gelu, stream);
+    if (is_llama(m)) {
+        linear_backward(m, unit, FCPROJ_WEIGHT, m->dfc_act, m->dresidual, m->fc_act + row * F, N, F, C);
+        swiglu_backward(m->dfc, m->dfc_act, m->fc + row * FC, N, F, stream);
+    } else {
+        matmul_backward_weight(model_grad(m, unit, FCPROJ_WEIGHT), model_grad(m, unit, FCPROJ_BIAS), m->scratch,
+                               m->dresidual, m->fc_act + row * F, N, F, C, linear_layout(m), stream);
+        matmul_backward_input_gelu(m->dfc, m->dresidual, model_param(m, unit, FCPROJ_WEIGHT), m->fc + row * F, N, F, C,
+                                   linear_layout(m), c->gelu, stream);
+    }
     linear_backward(m, unit, FC_WEIGHT, m->dnorm, m->dfc, m->norm_2 + row * C, N, C, FC);
     norm_backward(m, unit, NORM_2_WEIGHT, m->residual_2 + row * C, m->norm_2_mean, m->norm_2_rstd, row, N);
     // attention

@@ -196,10 +196,15 @@ HOSTDEV float adamw_element(float p, float g, float* m, float* v, AdamwFactors f
 
 #ifdef DEVICE_CPU
 
-static void adamw_update_cpu(float* param, float* m, float* v, const float* grad, size_t n, AdamwFactors f)
+static void adamw_update_cpu(floatX* param, float* master, float* m, float* v, const float* grad, size_t n,
+                             AdamwFactors f)
 {
+    if (master == nullptr) master = (float*)param;
     #pragma omp parallel for simd
-    for (size_t i = 0; i < n; i++) param[i] = adamw_element(param[i], grad[i], &m[i], &v[i], f);
+    for (size_t i = 0; i < n; i++) {
+        master[i] = adamw_element(master[i], grad[i], &m[i], &v[i], f);
+        if (sizeof(floatX) < sizeof(float)) store_f(param + i, master[i]);
+    }
 }
 
 #else
@@ -260,7 +265,7 @@ static void adamw_update(floatX* param, float* master, float* m, float* v, const
 #ifdef DEVICE_CPU
     if (state->skip != Skip::NONE) return;
 #endif
-    ON_CPU(adamw_update_cpu(param, m, v, grad, n, adamw_factors(state, weight_decay, beta1, beta2, eps)));
+    ON_CPU(adamw_update_cpu(param, master, m, v, grad, n, adamw_factors(state, weight_decay, beta1, beta2, eps)));
 #ifndef DEVICE_CPU
     if (master == nullptr) master = (float*)param;
     if (is_vec(param, VEC) && is_vec(master, VEC) && is_vec(m, VEC) && is_vec(v, VEC) && is_vec(grad, VEC))
