@@ -8,7 +8,9 @@ HAVE_NVCC      := $(shell command -v nvcc)
 HAVE_GPU       := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 DEFAULT_DEVICE := $(if $(and $(HAVE_NVCC),$(HAVE_GPU)),cuda,cpu)
 DEVICE         ?= $(DEFAULT_DEVICE)
-BUILD          := build/$(DEVICE)
+# The checked variant of the emulated build: kernels/cpu/emu_check.cpp.
+VARIANT        := $(if $(and $(CHECK),$(filter emu,$(DEVICE))),check,$(DEVICE))
+BUILD          := build/$(VARIANT)
 ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
   NUM_CORES := $(shell nproc)
   MAKEFLAGS += -j$(NUM_CORES)
@@ -50,6 +52,12 @@ else ifeq ($(DEVICE),emu)
   LINK       := $(CXX) -g -fopenmp
   LIBS       += -lopenblas
   SUPPORT    := runtime nccl blaslt emu
+  ifdef CHECK
+    # One host thread; the stand-ins themselves are not instrumented.
+    COMPILE  := $(CXX) -x c++ -std=c++17 -O1 -g $(WARN) -DDEVICE_EMU -DEMU_CHECK -Ikernels/cpu -I. $(MPI_FLAGS)
+    CHECKED  := -fsanitize=thread --param=tsan-instrument-func-entry-exit=0 -include kernels/cpu/emu_libc.h
+    SUPPORT  += emu_check
+  endif
 else ifeq ($(DEVICE),cuda)
   PREC       ?= fp32 bf16 fp16
   TEST_PRECS := $(PREC)
@@ -84,10 +92,10 @@ $(BUILD)/train_gpt: $(MAIN_OBJS) $(SUPPORT_OBJS)
 # The first precision holds main(); all are asked for by -p.
 precision = -DPREC_$(shell echo $(1) | tr a-z A-Z)
 $(BUILD)/train_gpt.%.o: train_gpt.cu $(BUILD)/flags
-	$(COMPILE) $(call precision,$*) $(if $(filter $*,$(MAIN_PREC)),-DPREC_MAIN) $(MMD) -c $< -o $@
+	$(COMPILE) $(call precision,$*) $(if $(filter $*,$(MAIN_PREC)),-DPREC_MAIN) $(CHECKED) $(MMD) -c $< -o $@
 
 $(BUILD)/%.o: kernels/cpu/%.cpp $(BUILD)/flags
-	$(COMPILE) $(MMD) -c $< -o $@
+	$(COMPILE) $(if $(CHECKED),-O2) $(MMD) -c $< -o $@
 
 # ---- tests ------------------------------------------------------------------------------------------------------
 # Each test/test_NAME.{cu,cpp} is a program. The op tests are built once per precision: test_ops.fp32 ...
@@ -102,13 +110,13 @@ list-tests:
 	@echo $(TEST_BINS)
 
 $(BUILD)/test_ops.%.o: test/test_ops.cu $(BUILD)/flags
-	$(COMPILE) $(call precision,$*) -DOP_TESTS $(MMD) -c $< -o $@
+	$(COMPILE) $(call precision,$*) -DOP_TESTS $(CHECKED) $(MMD) -c $< -o $@
 $(BUILD)/test_ops.%: $(BUILD)/test_ops.%.o $(SUPPORT_OBJS)
 	$(LINK) $^ -o $@ $(LIBS)
 $(BUILD)/test_%.o: test/test_%.cu $(BUILD)/flags
-	$(COMPILE) $(MMD) -c $< -o $@
+	$(COMPILE) $(CHECKED) $(MMD) -c $< -o $@
 $(BUILD)/test_%.o: test/test_%.cpp $(BUILD)/flags
-	$(COMPILE) $(MMD) -c $< -o $@
+	$(COMPILE) $(CHECKED) $(MMD) -c $< -o $@
 $(BUILD)/test_%: $(BUILD)/test_%.o $(SUPPORT_OBJS)
 	$(LINK) $^ -o $@ $(LIBS)
 
@@ -131,7 +139,7 @@ lint:
 MMD      = -MMD -MP -MF $(@:.o=.d)
 COMPILE += $(if $(SPILLS),-Xptxas -v)
 
-FLAGS    = $(COMPILE) $(LINK) $(LIBS)
+FLAGS    = $(COMPILE) $(CHECKED) $(LINK) $(LIBS)
 # A change of flags rebuilds: the file is touched only when its text differs.
 $(BUILD)/flags: force
 	@mkdir -p $(BUILD)
