@@ -163,6 +163,10 @@ help:
 	@echo "ARCH='80 90'        GPU architectures (cuda; default: the cards found, else 80 90 100)"
 	@echo "NO_MPI=1 NO_NCCL=1  one process: leave MPI or NCCL out"
 
+# For scripts: make -s DEVICE=emu print-COMPILE
+print-%:
+	@echo '$($*)'
+
 .PHONY: all tests list-tests test spills lint clean help force
 .SECONDARY:
 DEPENDENCIES := $(wildcard $(BUILD)/*.d)

@@ -508,6 +508,9 @@ static void test_streams(void)
 #include "test_emu_blaslt.h"
 #ifdef DEVICE_EMU
 #include "test_emu_mistakes.h"
+#ifdef EMU_CHECK
+#include "test_emu_checks.h"
+#endif
 #endif
 #endif
 
@@ -525,6 +528,9 @@ static int run_tests(void)
     test_launch_errors();
     test_streams();
     test_blaslt();
+#ifdef EMU_CHECK
+    test_counts();
+#endif
 #endif
     printf("%d passed, %d failed\n", num_passed, num_failed);
     return num_failed != 0;
@@ -532,7 +538,10 @@ static int run_tests(void)
 
 int main(int argc, char** argv)
 {
-#ifdef DEVICE_EMU
+#if defined(EMU_CHECK)
+    if (argc == 1) return run_checks(argv[0]);
+    if (argc == 3 && strcmp(argv[1], "--mistake") == 0) return make_checked_mistake(argv[2]);
+#elif defined(DEVICE_EMU)
     if (argc == 1) return run_seeds_and_mistakes(argv[0]);
 #endif
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
