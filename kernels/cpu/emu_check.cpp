@@ -319,6 +319,8 @@ void check_syncwarp(int first_lane, unsigned mask)
     for (unsigned rest = mask; rest != 0; rest &= rest - 1) warp_synced[first_lane + __builtin_ctz(rest)] = time;
 }
 
+#include "emu_count.h"
+
 /* ---- reports */
 
 static void describe(const Record& r, const char* what, char* text, size_t size)
@@ -338,21 +340,32 @@ static Record record_now(uint32_t place, unsigned flags)
     return {now, (uint32_t)(in_kernel && emu_current >= 0 ? emu_current : 0), place, flags};
 }
 
+/* Device memory by its allocation; elsewhere the address must do. */
+static void describe_address(const Space* s, const void* p, char* text, size_t size)
+{
+    const DeviceAllocation* a = s == &spaces[(int)Memory::DEVICE] ? allocation_of(p) : nullptr;
+    if (a == nullptr) snprintf(text, size, "%s memory at %p", s->name, p);
+    else snprintf(text, size, "device memory at %p, byte %zu of an allocation of %zu", p,
+                  (size_t)((const char*)p - a->p), a->size_bytes);
+}
+
 [[noreturn]] static void report_race(const Space* s, const void* p, const Record& earlier, const char* earlier_what,
                                      uint32_t place, const char* what)
 {
-    char first[700], second[700];
+    char first[700], second[700], address[120];
+    describe_address(s, p, address, sizeof address);
     describe(earlier, earlier_what, first, sizeof first);
     describe(record_now(place, 0), what, second, sizeof second);
-    emu_die("race on %s memory at %p:\n    %s\n    %s\n ", s->name, p, first, second);
+    emu_die("race on %s:\n    %s\n    %s\n ", address, first, second);
 }
 
 [[noreturn]] static void report_access(const char* kind, const Space* s, const void* p, size_t size_bytes,
                                        uint32_t place, const char* what)
 {
-    char text[700];
+    char text[700], address[120];
+    describe_address(s, p, address, sizeof address);
     describe(record_now(place, 0), what, text, sizeof text);
-    emu_die("%s: %zu bytes of %s memory at %p:\n    %s\n ", kind, size_bytes, s->name, p, text);
+    emu_die("%s: %zu bytes of %s:\n    %s\n ", kind, size_bytes, address, text);
 }
 
 /* ---- the rules */
@@ -497,14 +510,13 @@ static void check_cells(Space* s, const void* p, size_t size_bytes, Access acces
 {
     if (!in_op) host_segment();
     Cell *first = cell_of(s, p), *last = cell_of(s, (const char*)p + size_bytes - 1);
+    if (counting && in_kernel && s == &spaces[(int)Memory::DEVICE]) count_first_touches(p, first, last, access);
     for (Cell* c = first; c <= last; c++) {
         const char* at = s->base + (size_t)(c - s->cells) * GRANULE;
         if (access == Access::READ) cell_read(s, c, at, size_bytes, place);
         else cell_write(s, c, at, size_bytes, place, flags);
     }
 }
-
-#include "emu_count.h"
 
 /* ---- accesses */
 

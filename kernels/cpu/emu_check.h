@@ -9,10 +9,12 @@ enum class Memory { DEVICE, PINNED, SHARED };
 static const int NUM_MEMORIES = 3;
 enum class Access { READ, WRITE };
 
-/* Bytes of each request of a warp (each different byte once), the 32-byte sectors they lie in and the fewest that could
- * hold them; wavefronts of shared memory (1 a request of up to 128 bytes if no two lanes meet in a bank) likewise. */
 typedef struct EmuTraffic {
-    uint64_t requests, read_bytes, write_bytes, sectors, ideal_sectors, wavefronts, ideal_wavefronts;
+    uint64_t requests;                               // by warps
+    uint64_t read_bytes, write_bytes;                // of requests: of the lanes of one, each different byte once
+    uint64_t block_bytes, op_bytes;                  // each byte once per block (the L1 cache), per operation (the L2)
+    uint64_t sectors, ideal_sectors;                 // of 32 bytes, touched by requests; the fewest that could hold them
+    uint64_t wavefronts, ideal_wavefronts;           // of shared memory: one per 128 bytes if no lanes share a bank
 } EmuTraffic;
 
 #ifdef EMU_CHECK

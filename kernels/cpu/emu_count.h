@@ -66,7 +66,8 @@ static void count_request(const void* p, size_t size_bytes, Access access, uint3
     r->bytes[lane] = (uint8_t)size_bytes;
 }
 
-static EmuTraffic* traffic_of(const void* p)
+/* The last allocation that starts at or below p. */
+static DeviceAllocation* allocation_of(const void* p)
 {
     size_t lo = 0, hi = num_device_allocations;
     while (lo < hi) {
@@ -74,7 +75,13 @@ static EmuTraffic* traffic_of(const void* p)
         if (device_allocations[mid].p <= (const char*)p) lo = mid + 1;
         else hi = mid;
     }
-    return lo > 0 ? &device_allocations[lo - 1].traffic : nullptr;
+    return lo > 0 ? &device_allocations[lo - 1] : nullptr;
+}
+
+static EmuTraffic* traffic_of(const void* p)
+{
+    DeviceAllocation* a = allocation_of(p);
+    return a != nullptr ? &a->traffic : nullptr;
 }
 
 static void traffic_add(EmuTraffic* to, const EmuTraffic* t)
@@ -82,6 +89,8 @@ static void traffic_add(EmuTraffic* to, const EmuTraffic* t)
     to->requests += t->requests;
     to->read_bytes += t->read_bytes;
     to->write_bytes += t->write_bytes;
+    to->block_bytes += t->block_bytes;
+    to->op_bytes += t->op_bytes;
     to->sectors += t->sectors;
     to->ideal_sectors += t->ideal_sectors;
     to->wavefronts += t->wavefronts;
@@ -175,11 +184,26 @@ static void count_block_end(void)
     num_requests = num_occurrences = 0;
 }
 
+/* Before the cells of an access by a kernel are updated: which bytes has its block, its operation not touched yet? */
+static void count_first_touches(const void* p, const Cell* first, const Cell* last, Access access)
+{
+    EmuTraffic t = {};
+    for (const Cell* c = first; c <= last; c++) {
+        uint32_t clock = access == Access::WRITE || c->write.clock > c->read.clock ? c->write.clock : c->read.clock;
+        if (clock < block_begin) t.block_bytes += GRANULE;
+        if (clock < op_begin) t.op_bytes += GRANULE;
+    }
+    if (t.block_bytes == 0) return;
+    traffic_add(&total, &t);
+    if (EmuTraffic* of = traffic_of(p)) traffic_add(of, &t);
+}
+
 static void count_library(const void* p, size_t size_bytes, Access access)
 {
     if (!counting) return;
     EmuTraffic t = {};
     (access == Access::READ ? t.read_bytes : t.write_bytes) = size_bytes;
+    t.block_bytes = t.op_bytes = size_bytes;
     t.sectors = t.ideal_sectors = (size_bytes + 31) / 32;
     traffic_add(&total, &t);
     if (EmuTraffic* of = traffic_of(p)) traffic_add(of, &t);
