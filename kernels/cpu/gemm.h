@@ -254,7 +254,7 @@ static void gemm_columns(const GemmJob<TC>* g, GemmBlock block, int n, int m, in
     const int cols = gemm_min(GEMM_NR, g->N - n), width = gemm_div_up(cols, VF) * VF;
     TC* result = g->C + (size_t)(block.m0 + m) * g->ldc + n;
     float *c = IN_PLACE ? (float*)result : panel, bias[GEMM_NR] = {};
-    const size_t ldc = IN_PLACE ? g->ldc : GEMM_NR;
+    const size_t ldc = IN_PLACE ? g->ldc : (size_t)GEMM_NR;
     if (g->bias != nullptr) vf_copy(bias, g->bias + n, cols);
     if (!IN_PLACE && g->accumulate)
         for (int i = 0; i < rows; i++) vf_copy(panel + i * GEMM_NR, result + i * g->ldc, cols);
