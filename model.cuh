@@ -515,11 +515,11 @@ static double model_flops_per_token(const Config* c, int T)
     return 6.0 * (c->L * block + (double)c->V * c->C) + 6.0 * c->L * Q * T;
 }
 
-/* Tensor `row` of `unit`, null if the model has none. */
+/* Tensor `row` of a unit for which zero_params_begin has been called; null if the model has none. */
 static floatX* model_param(const Model* m, int unit, int row)
 {
     const Tensor* t = unit_tensor(&m->shard, unit, row);
-    return t == nullptr ? nullptr : m->zero->params + t->first;
+    return t == nullptr ? nullptr : m->zero->unit_params[unit] + (t->first - m->shard.units[unit].range.first);
 }
 
 /* The gradient of tensor `row` in the buffer that zero_gradient_begin gave for its unit. */
@@ -578,9 +578,13 @@ static void block_forward(Model* m, int layer, int B, int T)
     linear_forward(m, unit, PROJ_WEIGHT, m->branch, m->att + row * Q, N, Q, C);
     norm_forward(m, unit, NORM_2_WEIGHT, m->residual_2 + row * C, m->norm_2 + row * C, m->norm_2_mean,
                  m->norm_2_rstd, row, residual, m->branch, N);
-    linear_forward(m, unit, FC_WEIGHT, m->fc + row * FC, m->norm_2 + row * C, N, C, FC);
-    if (is_llama(m)) swiglu_forward(m->fc_act + row * F, m->fc + row * FC, N, F, stream);
-    else gelu_forward(m->fc_act + row * F, m->fc + row * FC, (size_t)N * F, c->gelu, stream);
+    if (is_llama(m)) {
+        linear_forward(m, unit, FC_WEIGHT, m->fc + row * FC, m->norm_2 + row * C, N, C, FC);
+        swiglu_forward(m->fc_act + row * F, m->fc + row * FC, N, F, stream);
+    } else {
+        matmul_forward_gelu(m->fc_act + row * F, m->fc + row * F, m->norm_2 + row * C, model_param(m, unit, FC_WEIGHT),
+                            model_param(m, unit, FC_BIAS), N, C, F, linear_layout(m), c->gelu, stream);
+    }
     linear_forward(m, unit, FCPROJ_WEIGHT, m->branch, m->fc_act + row * F, N, F, C);
 }
 
@@ -589,9 +593,14 @@ static void model_forward(Model* m, int B, int T)
 {
     const Config* c = &m->config;
     int embed = unit_embed(c);
+    zero_params_begin(m->zero, embed, 1);
     embedding_forward(m->residual, m->tokens, model_param(m, embed, WTE), model_param(m, embed, WPE), B, T, c->C,
                       m->zero->compute);
-    for (int layer = 0; layer < c->L; layer++) block_forward(m, layer, B, T);
+    for (int layer = 0; layer < c->L; layer++) {
+        zero_params_begin(m->zero, unit_block(c, layer), 1);
+        block_forward(m, layer, B, T);
+    }
+    zero_params_begin(m->zero, unit_head(c), 0);
     const floatX* last = m->residual_2 + (size_t)(c->L - 1) * m->B * m->T * c->C;
     norm_forward(m, unit_head(c), NORM_F_WEIGHT, m->residual_f, m->norm_f, m->norm_f_mean, m->norm_f_rstd, 0, last,
                  m->branch, B * T);
@@ -606,7 +615,8 @@ static void head_forward(Model* m, int first, int rows)
 }
 
 /* The head on chunks of rows, so that the logits of a batch never exist at once. losses (N); with `backward` also dnorm
- * = gradient of norm_f, and the head's weight gradient. dloss is the weight of one token in the step's loss. */
+ * = gradient of norm_f, and the head's weight gradient. dloss is the weight of one token in the step's loss,
+ * which the loss scale on the device multiplies. */
 static void head_loss(Model* m, int N, float dloss, bool backward)
 {
     const Config* c = &m->config;
@@ -614,7 +624,9 @@ static void head_loss(Model* m, int N, float dloss, bool backward)
     for (int first = 0; first < N; first += m->head_rows) {
         int rows = N - first < m->head_rows ? N - first : m->head_rows;
         head_forward(m, first, rows);
-        classifier(m->logits, m->losses + first, m->targets + first, rows, c->V, c->VP, dloss, backward, stream);
+        const double* loss_scale = &m->zero->state->loss_scale;
+        classifier(m->logits, m->losses + first, m->targets + first, rows, c->V, c->VP, dloss, loss_scale, backward,
+                   stream);
         if (!backward) continue;
         float* dweight = c->tied ? model_grad(m, unit_embed(c), WTE) : model_grad(m, unit_head(c), LM_HEAD);
         matmul_backward_input(m->dnorm + (size_t)first * c->C, m->logits, head_weight(m), rows, c->C, c->VP,
@@ -660,10 +672,15 @@ static void block_backward(Model* m, int layer, int B, int T)
     int Q = (int)config_dim(c, Dim::Q), QKV = (int)config_dim(c, Dim::QKV);
     size_t row = (size_t)layer * m->B * m->T;
     // MLP
-    floatX* dfc_act = is_llama(m) ? m->dfc_act : m->dfc;
-    linear_backward(m, unit, FCPROJ_WEIGHT, dfc_act, m->dresidual, m->fc_act + row * F, N, F, C);
-    if (is_llama(m)) swiglu_backward(m->dfc, dfc_act, m->fc + row * FC, N, F, stream);
-    else gelu_backward(m->dfc, dfc_act, m->fc + row * FC, (size_t)N * F, c->gelu, stream);
+    if (is_llama(m)) {
+        linear_backward(m, unit, FCPROJ_WEIGHT, m->dfc_act, m->dresidual, m->fc_act + row * F, N, F, C);
+        swiglu_backward(m->dfc, m->dfc_act, m->fc + row * FC, N, F, stream);
+    } else {
+        matmul_backward_weight(model_grad(m, unit, FCPROJ_WEIGHT), model_grad(m, unit, FCPROJ_BIAS), m->scratch,
+                               m->dresidual, m->fc_act + row * F, N, F, C, linear_layout(m), stream);
+        matmul_backward_input_gelu(m->dfc, m->dresidual, model_param(m, unit, FCPROJ_WEIGHT), m->fc + row * F, N, F, C,
+                                   linear_layout(m), c->gelu, stream);
+    }
     linear_backward(m, unit, FC_WEIGHT, m->dnorm, m->dfc, m->norm_2 + row * C, N, C, FC);
     norm_backward(m, unit, NORM_2_WEIGHT, m->residual_2 + row * C, m->norm_2_mean, m->norm_2_rstd, row, N);
     // attention
@@ -690,6 +707,7 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     zero_gradient_end(z, head, micro, num_micro);
     for (int layer = c->L - 1; layer >= 0; layer--) {
         int unit = unit_block(c, layer);
+        zero_params_begin(z, unit, -1);
         zero_gradient_begin(z, unit);
         block_backward(m, layer, B, T);
         zero_gradient_end(z, unit, micro, num_micro);

@@ -9,7 +9,7 @@ TIE the tied head: its gradient and the embedding's add up
 R   LLaMA: which elements rotary embedding pairs
 K   LLaMA: the epsilon of RMSNorm
 X   import and export are byte-equal, for vocabularies on both sides of the padding
-Each at ZeRO stages 0, 1, 2 and 1 to 4 ranks.
+Each at ZeRO stages 0 to 3 and 1 to 4 ranks.
 """
 import json
 
@@ -20,7 +20,7 @@ from util import (built_devices, gpt2_config, llama_config, model_write, moments
                   safetensors_write, shard_write, train_gpt, weights)
 
 WTE = "transformer.wte.weight"
-STAGES = [0, 1, 2]
+STAGES = [0, 1, 2, 3]
 RANKS = [1, 2, 3, 4]
 PLAIN = ["--schedule", "constant", "--warmup", 0, "--weight-decay", 0, "--no-shuffle", "--sample-tokens", 0,
          "--clip", 0]

@@ -106,11 +106,3 @@ static inline Range tensor_part(const Tensor* t, Range range)
     size_t high = tensor_end < range_end ? tensor_end : range_end;
     return Range{low, high > low ? high - low : 0};
 }
-
-static inline size_t shard_largest_unit(const Shard* s, const bool* left_out)
-{
-    size_t largest = 0;
-    for (int u = 0; u < s->num_units; u++)
-        if (!left_out[u] && s->units[u].range.count > largest) largest = s->units[u].range.count;
-    return largest;
-}
