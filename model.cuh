@@ -1,5 +1,5 @@
-/* model.cuh: the models, GPT-2 (Radford et al. 2019) and LLaMA (Touvron et al. 2023; Mistral and Qwen2 are the same with
- * other settings), as Hugging Face's files have them. Both are one block of pre-norm attention and MLP:
+/* model.cuh: the models, GPT-2 (Radford et al. 2019) and LLaMA (Touvron et al. 2023; Mistral and Qwen2 are the same
+ * with other settings), as Hugging Face's files have them. Both are one block of pre-norm attention and MLP:
  *              norm       positions   MLP             biases            weights lie   head
  *   GPT-2      LayerNorm  learned     GELU            everywhere        (in, out)     tied
  *   LLaMA      RMSNorm    rotary      gated by SiLU   as config says    (out, in)     as config says
@@ -48,7 +48,8 @@ static void config_finish(Config* c, const char* from)
     if (c->NKV == 0) c->NKV = c->NH;
     ENSURE(c->HS > 0 || c->C % c->NH == 0, "%s: the width %d is not divisible by %d heads", from, c->C, c->NH);
     if (c->HS == 0) c->HS = c->C / c->NH;
-    ENSURE(c->NH % c->NKV == 0, "%s: %d query heads cannot be shared out among %d key/value heads", from, c->NH, c->NKV);
+    ENSURE(c->NH % c->NKV == 0, "%s: %d query heads cannot be shared out among %d key/value heads", from, c->NH,
+           c->NKV);
     ENSURE(c->family == Family::GPT2 || c->HS % 2 == 0, "%s: head size %d is odd: rotary embedding turns pairs", from,
            c->HS);
     c->VP = (int)round_up(c->V, 64);
@@ -76,11 +77,19 @@ static Config config_llama(const char* model_type)
     return c;
 }
 
-#define PRESETS "gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 llama-60m llama-1b llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b"
+#define PRESETS "gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 " \
+    "llama-60m llama-1b llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b"
 
 /* The published shapes. V 0: that of the data. llama-60m is the small one of Zhao et al. 2024 (GaLore), llama-1b
  * TinyLlama. */
-typedef struct { const char *name, *model_type; int V, C, L, NH, NKV, F, context; float eps; double theta; bool tied; } Preset;
+typedef struct {
+    const char *name, *model_type;
+    int V, C, L, NH, NKV, F, context;
+    float eps;
+    double theta;
+    bool tied;
+} Preset;
+
 static const Preset presets[] = {
     {"gpt2",         "gpt2",  50257,   768, 12, 12, 12, 3072,    1024, 1e-5f, 0,      true},
     {"gpt2-medium",  "gpt2",  50257,  1024, 24, 16, 16, 4096,    1024, 1e-5f, 0,      true},
@@ -161,22 +170,25 @@ static void config_read_rope(RopeConfig* r, const cJSON* j, const char* path)
     r->low_freq_factor = json_float(p, "low_freq_factor", 1e-6, 1e6, path);
     r->high_freq_factor = json_float(p, "high_freq_factor", 1e-6, 1e6, path);
     r->context = (double)json_int(p, "original_max_position_embeddings", 1, 1 << 24, path);
-    ENSURE(r->high_freq_factor > r->low_freq_factor, "%s: %s: high_freq_factor %g is not above low_freq_factor %g", path,
-           key, r->high_freq_factor, r->low_freq_factor);
+    ENSURE(r->high_freq_factor > r->low_freq_factor, "%s: %s: high_freq_factor %g is not above low_freq_factor %g",
+           path, key, r->high_freq_factor, r->low_freq_factor);
 }
 
 /* Attention windows shorter than the context change the numbers. */
 static void config_refuse_windows(const Config* c, const cJSON* j, const char* path)
 {
     bool qwen2 = strcmp(c->model_type, "qwen2") == 0;     // it names a window that it uses only if told to
-    if (qwen2) ENSURE(!json_bool_or(j, "use_sliding_window", false, path), "%s: use_sliding_window is not there yet", path);
+    ENSURE(!qwen2 || !json_bool_or(j, "use_sliding_window", false, path), "%s: use_sliding_window is not there yet",
+           path);
     long long window = qwen2 ? c->context : json_int_or(j, "sliding_window", c->context, 1, 1 << 30, path);
-    ENSURE(window >= c->context, "%s: sliding_window %lld is not there yet: the context is %d", path, window, c->context);
+    ENSURE(window >= c->context, "%s: sliding_window %lld is not there yet: the context is %d", path, window,
+           c->context);
     if (!json_has(j, "layer_types")) return;
     const cJSON* type;
     cJSON_ArrayForEach(type, json_array(j, "layer_types", path))
         ENSURE(cJSON_IsString(type) && strcmp(type->valuestring, "full_attention") == 0,
-               "%s: layer_types holds \"%s\", have full_attention", path, cJSON_IsString(type) ? type->valuestring : "?");
+               "%s: layer_types holds \"%s\", have full_attention", path,
+               cJSON_IsString(type) ? type->valuestring : "?");
 }
 
 static void config_read_llama(Config* c, const cJSON* j, const char* type, const char* path)
@@ -207,7 +219,8 @@ static void config_read(Config* c, const char* path)
     cJSON* j = json_parse_file(path);
     const char* type = json_string(j, "model_type", path);
     bool llama = strcmp(type, "llama") == 0 || strcmp(type, "mistral") == 0 || strcmp(type, "qwen2") == 0;
-    ENSURE(llama || strcmp(type, "gpt2") == 0, "%s: model_type is \"%s\", have gpt2, llama, mistral and qwen2", path, type);
+    ENSURE(llama || strcmp(type, "gpt2") == 0, "%s: model_type is \"%s\", have gpt2, llama, mistral and qwen2", path,
+           type);
     if (llama) config_read_llama(c, j, type, path);
     else config_read_gpt2(c, j, path);
     c->V = (int)json_int(j, "vocab_size", 1, 1 << 24, path);
@@ -279,8 +292,8 @@ enum Row {
 };
 
 /* Each tensor of the file. Those that follow each other with the same row lie joined and are one matrix to the code:
- * q, k and v one above the other are the (Q + 2 KV, C) matrix that makes all three. A bias that the config does not have
- * is left out, so is a tied head. */
+ * q, k and v one above the other are the (Q + 2 KV, C) matrix that makes all three. A bias that the config does not
+ * have is left out, so is a tied head. */
 typedef struct { Row row; Where where; const char* name; Dim rows, cols; Init init; } TensorRow;
 
 static const TensorRow gpt2_tensors[] = {
@@ -402,7 +415,7 @@ static const Tensor* unit_tensor(const Shard* s, int unit, int row)
  * made again. Chen et al. 2016, arXiv:1604.06174. */
 enum class Recompute {
     NONE,
-    CHEAP,        // the outputs of the norms and of the activation are made again: no matrix product
+    CHEAP,        // the outputs of the norms, and of SwiGLU, are made again: no matrix product (GELU is part of one)
     MLP,          // and the first product of the MLP
     ATTENTION,    // and q, k, v and the attention: kept are the two places of the residual stream
     BLOCKS,       // all but the input of every segment_layers-th block; that many blocks are made again at a time
@@ -489,7 +502,7 @@ static Block model_block(const Model* m, int layer)
     a.residual_2 = m->residual_2 + stream * NC;
     a.norm_2 = m->norm_2 + cheap * NC;
     a.fc = m->fc + mlp * N * fc_width(c);
-    a.fc_act = m->fc_act + cheap * N * c->F;
+    a.fc_act = m->fc_act + (is_llama(m) ? cheap : mlp) * N * c->F;
     a.first_row = layer * N;
     return a;
 }
@@ -541,7 +554,7 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     plan_add(plan, label, D, &m->att, attention * Q);
     plan_add(plan, label, D, &m->att_lse, attention * c->NH);
     plan_add(plan, label, D, &m->fc, mlp * FC);
-    plan_add(plan, label, D, &m->fc_act, cheap * F);
+    plan_add(plan, label, D, &m->fc_act, (is_llama(m) ? cheap : mlp) * F);
     for (floatX** p : {&m->branch, &m->residual_f, &m->norm_f}) plan_add(plan, label, D, p, N * C);
     for (float** p : {&m->norm_f_rstd, &m->losses}) plan_add(plan, label, D, p, N);
     if (is_llama(m)) {
@@ -639,11 +652,17 @@ static void attention_part(const Model* m, int unit, const Block* a, int B, int 
                       stream);
 }
 
-static void activation_part(const Model* m, const Block* a, int N)
+/* norm_2 -> fc, fc_act. GELU is part of the product. */
+static void mlp_part(const Model* m, int unit, const Block* a, int N)
 {
     const Config* c = &m->config;
-    if (is_llama(m)) swiglu_forward(a->fc_act, a->fc, N, c->F, m->zero->compute);
-    else gelu_forward(a->fc_act, a->fc, (size_t)N * c->F, c->gelu, m->zero->compute);
+    if (is_llama(m)) {
+        linear_forward(m, unit, FC_WEIGHT, a->fc, a->norm_2, N, c->C, fc_width(c));
+        swiglu_forward(a->fc_act, a->fc, N, c->F, m->zero->compute);
+    } else {
+        matmul_forward_gelu(a->fc_act, a->fc, a->norm_2, model_param(m, unit, FC_WEIGHT), model_param(m, unit, FC_BIAS),
+                            N, c->C, c->F, linear_layout(m), c->gelu, m->zero->compute);
+    }
 }
 
 /* Block `layer` on B*T rows. The residual stream arrives in the residual of this block if it is there (the first block,
@@ -661,8 +680,7 @@ static void block_forward(Model* m, int layer, int B, int T, bool input_is_there
     linear_forward(m, unit, PROJ_WEIGHT, m->branch, a.att, N, (int)config_dim(c, Dim::Q), c->C);
     norm_forward(m, unit, NORM_2_WEIGHT, a.residual_2, a.norm_2, m->norm_2_mean, m->norm_2_rstd, a.first_row,
                  a.residual, m->branch, N);
-    linear_forward(m, unit, FC_WEIGHT, a.fc, a.norm_2, N, c->C, fc_width(c));
-    activation_part(m, &a, N);
+    mlp_part(m, unit, &a, N);
     linear_forward(m, unit, FCPROJ_WEIGHT, m->branch, a.fc_act, N, F, c->C);
 }
 
@@ -688,8 +706,8 @@ static void block_restore(Model* m, int layer, int B, int T)
     if (m->recompute >= Recompute::ATTENTION) attention_part(m, unit, &a, B, T);
     norm_forward(m, unit, NORM_2_WEIGHT, nullptr, a.norm_2, m->norm_2_mean, m->norm_2_rstd, a.first_row, a.residual_2,
                  nullptr, N);
-    if (m->recompute >= Recompute::MLP) linear_forward(m, unit, FC_WEIGHT, a.fc, a.norm_2, N, c->C, fc_width(c));
-    activation_part(m, &a, N);
+    if (m->recompute >= Recompute::MLP) mlp_part(m, unit, &a, N);
+    else if (is_llama(m)) swiglu_forward(a.fc_act, a.fc, N, c->F, m->zero->compute);
 }
 
 /* m->tokens (B,T) -> m->norm_f (B*T,C): all but the head. */
@@ -776,10 +794,15 @@ static void block_backward(Model* m, int layer, int B, int T)
     int Q = (int)config_dim(c, Dim::Q), QKV = (int)config_dim(c, Dim::QKV);
     Block a = model_block(m, layer);
     // MLP
-    floatX* dfc_act = is_llama(m) ? m->dfc_act : m->dfc;
-    linear_backward(m, unit, FCPROJ_WEIGHT, dfc_act, m->dresidual, a.fc_act, N, F, C);
-    if (is_llama(m)) swiglu_backward(m->dfc, dfc_act, a.fc, N, F, stream);
-    else gelu_backward(m->dfc, dfc_act, a.fc, (size_t)N * F, c->gelu, stream);
+    if (is_llama(m)) {
+        linear_backward(m, unit, FCPROJ_WEIGHT, m->dfc_act, m->dresidual, a.fc_act, N, F, C);
+        swiglu_backward(m->dfc, m->dfc_act, a.fc, N, F, stream);
+    } else {
+        matmul_backward_weight(model_grad(m, unit, FCPROJ_WEIGHT), model_grad(m, unit, FCPROJ_BIAS), m->scratch,
+                               m->dresidual, a.fc_act, N, F, C, linear_layout(m), stream);
+        matmul_backward_input_gelu(m->dfc, m->dresidual, model_param(m, unit, FCPROJ_WEIGHT), a.fc, N, F, C,
+                                   linear_layout(m), c->gelu, stream);
+    }
     linear_backward(m, unit, FC_WEIGHT, m->dnorm, m->dfc, a.norm_2, N, C, FC);
     norm_backward(m, unit, NORM_2_WEIGHT, a.residual_2, m->norm_2_mean, m->norm_2_rstd, a.first_row, N);
     // attention

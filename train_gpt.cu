@@ -23,7 +23,7 @@
 #ifdef DEVICE_CUDA
 #define DEFAULT_MODEL "gpt2"
 #else
-#define DEFAULT_MODEL "d4"
+#define DEFAULT_MODEL "d3"   // the one scripts/quickstart.sh trains
 #endif
 
 void run_all_fp32(const Flags* f, Comm* comm, int argc, char** argv);   // one in each object
@@ -244,17 +244,21 @@ static void print_start(Run* run, const char* model_name)
     SAY("\nflags  ");
     for (const FlagRow& row : flag_rows)
         if (f->given[&row - flag_rows]) SAY(" --%s=%s", row.name, flag_value(f, &row, buf));
-    SAY("\nmodel   %s%s: %s, L %d, C %d, NH %d, NKV %d, HS %d, F %d, V %d (padded to %d), context %d | %.2fM parameters\n",
-        model_name, f->model[0] ? "" : " (the default of this build; -m takes another)", c->model_type, c->L, c->C,
-        c->NH, c->NKV, c->HS, c->F, c->V, c->VP, c->context, run->model.shard.num_params * 1e-6);
-    SAY("data    %s: %zu tokens in %zu shard%s, %zu windows of %d, %zu tokens of tails left out\n", f->data,
-        run->train_set.num_toks, run->train_set.num_files, run->train_set.num_files > 1 ? "s" : "",
-        run->train->num_windows, run->T, run->train->num_tail_toks);
+    SAY("\nmodel   %s%s: %s, L %d, C %d, NH %d, NKV %d, HS %d, F %d, V %d (padded to %d), context %d | "
+        "%.2fM parameters\n", model_name, f->model[0] ? "" : " (the default of this build; -m takes another)",
+        c->model_type, c->L, c->C, c->NH, c->NKV, c->HS, c->F, c->V, c->VP, c->context,
+        run->model.shard.num_params * 1e-6);
+    if (run->train == nullptr) SAY("data    none in %s\n", f->data);        // a plan needs none
+    else
+        SAY("data    %s: %zu tokens in %zu shard%s, %zu windows of %d, %zu tokens of tails left out\n", f->data,
+            run->train_set.num_toks, run->train_set.num_files, run->train_set.num_files > 1 ? "s" : "",
+            run->train->num_windows, run->T, run->train->num_tail_toks);
     if (run->has_val) SAY("val     %zu tokens in %zu windows\n", run->val_set.num_toks, run->val->num_windows);
     SAY("batch   %zu sequences = %d per micro-step x %d micro-steps x %d ranks | %zu tokens per step\n",
         run->global_batch, run->B, run->G, run->comm.num_ranks, run->global_batch * run->T);
     SAY("steps   %zu = %.2f epochs | lr %.3g %s to %.3g, warm-up %zu steps | seed %lld\n", run->num_steps,
-        (double)run->num_steps * run->global_batch / run->train->num_windows, run->config.peak_lr, f->schedule,
+        run->train == nullptr ? 0 : (double)run->num_steps * run->global_batch / run->train->num_windows,
+        run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
     WireBytes wire = zero_wire_bytes(&run->zero);
     SAY("ZeRO    stage %lld: %.2f MiB sent per step and rank: gradients %.2f, parameters %.2f | %s\n",
@@ -474,7 +478,9 @@ static void evaluate_and_say(Run* run)
     double bits = 0;
     if (run->val_set.text_bytes > 0)
         bits = r.loss / M_LN2 * (double)run->val_set.num_toks / (double)run->val_set.text_bytes;
-    SAY("val  %zu/%zu | loss %.6f | perplexity %.3f per token, %.0f tokens", run->step, run->num_steps, r.loss,
+    if (run->flags->eval) SAY("val | ");
+    else SAY("val  %zu/%zu | ", run->step, run->num_steps);
+    SAY("loss %.6f | perplexity %.3f per token, %.0f tokens", r.loss,
         exp(r.loss), r.num_tokens);
     if (bits > 0) SAY(" | %.4f bits per byte", bits);
     if (run->val_set.num_words > 0)

@@ -196,10 +196,15 @@ HOSTDEV float adamw_element(float p, float g, float* m, float* v, AdamwFactors f
 
 #ifdef DEVICE_CPU
 
-static void adamw_update_cpu(float* param, float* m, float* v, const float* grad, size_t n, AdamwFactors f)
+static void adamw_update_cpu(floatX* param, float* master, float* m, float* v, const float* grad, size_t n,
+                             AdamwFactors f)
 {
+    if (master == nullptr) master = (float*)param;
     #pragma omp parallel for simd
-    for (size_t i = 0; i < n; i++) param[i] = adamw_element(param[i], grad[i], &m[i], &v[i], f);
+    for (size_t i = 0; i < n; i++) {
+        master[i] = adamw_element(master[i], grad[i], &m[i], &v[i], f);
+        if (sizeof(floatX) < sizeof(float)) store_f(param + i, master[i]);
+    }
 }
 
 #else
@@ -211,7 +216,9 @@ static __global__ void step_state_kernel(StepState* state, const double* sums, S
 
 static constexpr int ADAMW_BLOCK = 256;
 
-/* One vector a thread; the thread with the last, short one goes element by element. In fp32 param is the master. */
+/* One vector of W a thread; the thread with the last, short one goes element by element. In fp32 param is the master. At
+ * any precision W = 4: a warp's 16 bytes of fp32 a thread lie side by side, and so do the 8 bytes of a 16-bit param; with
+ * 8 elements a thread each request touched every sector of twice its bytes. */
 template <int W> static __global__ void __launch_bounds__(ADAMW_BLOCK)
 adamw_kernel(floatX* param, float* master, float* m, float* v, const float* grad, size_t n, float weight_decay,
              float beta1, float beta2, float eps, const StepState* state)
@@ -260,11 +267,11 @@ static void adamw_update(floatX* param, float* master, float* m, float* v, const
 #ifdef DEVICE_CPU
     if (state->skip != Skip::NONE) return;
 #endif
-    ON_CPU(adamw_update_cpu(param, m, v, grad, n, adamw_factors(state, weight_decay, beta1, beta2, eps)));
+    ON_CPU(adamw_update_cpu(param, master, m, v, grad, n, adamw_factors(state, weight_decay, beta1, beta2, eps)));
 #ifndef DEVICE_CPU
     if (master == nullptr) master = (float*)param;
     if (is_vec(param, VEC) && is_vec(master, VEC) && is_vec(m, VEC) && is_vec(v, VEC) && is_vec(grad, VEC))
-        LAUNCH((adamw_kernel<VEC>), (unsigned)ceil_div(n, ADAMW_BLOCK * VEC), ADAMW_BLOCK, 0, stream, param, master, m,
+        LAUNCH((adamw_kernel<4>), (unsigned)ceil_div(n, ADAMW_BLOCK * 4), ADAMW_BLOCK, 0, stream, param, master, m,
                v, grad, n, weight_decay, beta1, beta2, eps, state);
     else
         LAUNCH((adamw_kernel<1>), (unsigned)ceil_div(n, ADAMW_BLOCK), ADAMW_BLOCK, 0, stream, param, master, m, v, grad,

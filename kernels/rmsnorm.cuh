@@ -1,7 +1,8 @@
 /* rmsnorm.cuh: each row to unit root mean square, then scaled; optionally of the sum of two tensors.
  *   out  = inp * rstd * weight                rstd = 1/sqrt(mean_c(inp^2) + eps)
  *   residual = a + b, and out as above with inp = residual
- *   dinp += rstd * (g - xhat * mean_c(g * xhat))      dweight += sum_n(dout * xhat)    g = dout * weight, xhat = inp * rstd
+ *   dinp += rstd * (g - xhat * mean_c(g * xhat))      g = dout * weight, xhat = inp * rstd
+ *   dweight += sum_n(dout * xhat)
  * shapes  inp out dout dinp a b residual (N,C) floatX; weight (C) floatX; rstd (N) fp32; dweight (C) fp32;
  *         scratch (rmsnorm_scratch_elems(C)) fp32
  * writes  forward out =, rstd =, residual = (may be a or b); backward dinp +=, dweight +=
@@ -48,8 +49,8 @@ static void residual_rmsnorm_forward_cpu(float* residual, float* out, float* rst
 }
 
 /* dweight here is the part's own. */
-static void rmsnorm_backward_row_cpu(float* dinp, float* dweight, const float* dout, const float* x, const float* weight,
-                                     float rstd, int C)
+static void rmsnorm_backward_row_cpu(float* dinp, float* dweight, const float* dout, const float* x,
+                                     const float* weight, float rstd, int C)
 {
     float sum = 0.0f;
     #pragma omp simd reduction(+:sum)
