@@ -76,8 +76,8 @@ static void matmul_backward_bias_cpu(float* dbias, const floatX* dout, int N, in
     }
 }
 
-static void matmul_backward_weight_cpu(float* dweight, float* dbias, const floatX* dout, const floatX* inp, int N, int IC,
-                                       int OC, Layout layout)
+static void matmul_backward_weight_cpu(float* dweight, float* dbias, const floatX* dout, const floatX* inp, int N,
+                                       int IC, int OC, Layout layout)
 {
     GemmOperand dout_t = {dout, (size_t)OC, true}, inp_t = {inp, (size_t)IC, true};
     if (layout == Layout::OUT_IN) gemm(dweight, IC, dout_t, {inp, (size_t)IC, false}, OC, IC, N, nullptr, true);
