@@ -44,7 +44,7 @@ ifeq ($(DEVICE),cpu)
   LIBS       += -lopenblas
   SUPPORT    := runtime nccl
 else ifeq ($(DEVICE),emu)
-  PREC       ?= fp32
+  PREC       ?= fp32 bf16 fp16
   TEST_PRECS := fp32 bf16 fp16
   COMPILE    := $(CXX) -x c++ -std=c++17 -O2 -g -fopenmp $(WARN) -DDEVICE_EMU -Ikernels/cpu -I. $(MPI_FLAGS)
   LINK       := $(CXX) -g -fopenmp
@@ -83,8 +83,9 @@ $(BUILD)/train_gpt: $(MAIN_OBJS) $(SUPPORT_OBJS)
 
 # The first precision holds main(); all are asked for by -p.
 precision = -DPREC_$(shell echo $(1) | tr a-z A-Z)
+HAVE      = $(shell echo $(PREC:%=-DHAVE_%) | sed 's/HAVE_[a-z0-9]*/\U&/g')
 $(BUILD)/train_gpt.%.o: train_gpt.cu $(BUILD)/flags
-	$(COMPILE) $(call precision,$*) $(if $(filter $*,$(MAIN_PREC)),-DPREC_MAIN) $(MMD) -c $< -o $@
+	$(COMPILE) $(call precision,$*) $(if $(filter $*,$(MAIN_PREC)),-DPREC_MAIN $(HAVE)) $(MMD) -c $< -o $@
 
 $(BUILD)/%.o: kernels/cpu/%.cpp $(BUILD)/flags
 	$(COMPILE) $(MMD) -c $< -o $@
@@ -131,7 +132,7 @@ lint:
 MMD      = -MMD -MP -MF $(@:.o=.d)
 COMPILE += $(if $(SPILLS),-Xptxas -v)
 
-FLAGS    = $(COMPILE) $(LINK) $(LIBS)
+FLAGS    = $(COMPILE) $(LINK) $(LIBS) $(PREC)
 # A change of flags rebuilds: the file is touched only when its text differs.
 $(BUILD)/flags: force
 	@mkdir -p $(BUILD)

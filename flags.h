@@ -14,11 +14,15 @@
 #include "data/error.h"
 
 #define FLAGS(F) \
-    F(TEXT,   model,         'm', "",        0, 0, "preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48), HF folder or checkpoint") \
+    F(TEXT,   model,         'm', "",        0, 0, "preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 llama-60m llama-1b llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b), HF folder or checkpoint") \
     F(TEXT,   data,          'd', "data/sets/kjv", 0, 0, "token shards: folder with train_*.bin and val_*.bin, or one file") \
     F(TEXT,   val,           'v', "",        0, 0, "validation shards, if not the val_*.bin beside the training shards") \
     F(TEXT,   out,           'o', "",        0, 0, "run folder for log and checkpoints; none: nothing is written") \
-    F(INT,    zero,          'z', 0,         0, 3, "ZeRO stage: 0 nothing sharded, 1 optimizer states, 2 and gradients") \
+    F(INT,    zero,          'z', 0,         0, 3, "ZeRO stage: 0 nothing sharded, 1 optimizer states, 2 and gradients, 3 and parameters") \
+    F(INT,    persist_below,  0,  0,         0, INT64_MAX, "stage 3: units of fewer elements keep their parameters whole") \
+    F(INT,    reduce_bucket,  0,  0,         0, INT64_MAX, "gradients are sent in groups of whole units of at most so many elements; 0 = unit by unit") \
+    F(INT,    gather_bucket,  0,  0,         0, INT64_MAX, "the same for parameters") \
+    F(INT,    overlap,        0,  1,         0, 1, "0: gradients and parameters move on the compute stream, one thing after another") \
     F(INT,    micro_batch,   'b', 4,         1, 1 << 20, "sequences per rank and micro-step") \
     F(INT,    grad_accum,    'g', 1,         1, 1 << 20, "micro-steps per optimizer step") \
     F(INT,    batch,          0,  0,         1, 1 << 30, "global batch in sequences; gives -b or -g when one is left out") \
@@ -27,6 +31,12 @@
     F(INT,    epochs,         0,  1,         1, 1 << 20, "passes over the training shards, when -n is not given") \
     F(REAL,   lr,            'l', 6e-4,      0, 1e3, "peak learning rate") \
     F(ONEOF,  precision,     'p', "fp32",    "fp32|bf16|fp16", 0, "storage of parameters and activations") \
+    F(REAL,   loss_scale,     0,  0,         0, 1e30, "fp16: factor of the loss in the backward; 0 = found while training") \
+    F(INT,    initial_scale_power, 0, 16,    0, 31, "fp16: the loss scale starts at 2 to this power") \
+    F(INT,    loss_scale_window, 0, 1000,    1, 1 << 30, "fp16: the loss scale doubles after so many good steps in a row") \
+    F(INT,    hysteresis,     0,  2,         1, 1 << 30, "fp16: overflows before the loss scale is halved") \
+    F(REAL,   min_loss_scale, 0,  1,         1e-30, 1e30, "fp16: an overflow at this loss scale ends the run") \
+    F(SWITCH, consecutive_hysteresis, 0, false, 0, 0, "fp16: every good step restores the hysteresis") \
     F(INT,    seed,          's', 42,        0, INT64_MAX, "seed of the initial weights, the data order and the samples") \
     F(ONEOF,  optimizer,      0,  "adamw",   "adamw", 0, "optimizer") \
     F(REAL,   beta1,          0,  0.9,       0, 0.999999, "first moment decay") \
@@ -62,9 +72,8 @@
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
-    "recompute master grad-dtype state-dtype loss-scale initial-scale-power loss-scale-window hysteresis " \
-    "min-loss-scale reduce-bucket gather-bucket overlap tp pp sp offload offload-dir momentum keep deterministic " \
-    "config bench report check-replicas timeout auto persist-below comm-dtype reduce fp32-tensors muon-lr profile " \
+    "recompute master grad-dtype state-dtype tp pp sp offload offload-dir momentum keep deterministic " \
+    "config bench report check-replicas timeout auto comm-dtype reduce fp32-tensors muon-lr profile " \
     "tune repeat dropout"
 
 enum FlagKind { INT, REAL, TEXT, ONEOF, SWITCH };
@@ -255,7 +264,7 @@ static void flags_parse(Flags* flags, int argc, char** argv)
 
 static void flags_help(FILE* f)
 {
-    fprintf(f, "train_gpt trains GPT-2 models: mpirun -np 8 ./train_gpt -z 2 -b 4 -g 16\n\n");
+    fprintf(f, "train_gpt trains GPT-2 and LLaMA models: mpirun -np 8 ./train_gpt -z 2 -b 4 -g 16\n\n");
     for (const FlagRow& row : flag_rows) {
         char buf[64], left[80];
         flag_long_name(&row, buf);

@@ -1,5 +1,6 @@
 /* generate.cuh: text from a model, one token after another. The whole context runs through the model for each token (no
- * key/value cache yet): meant for a look at a run, not for serving. Runs on one rank, without collectives.
+ * key/value cache yet): meant for a look at a run, not for serving. Runs on rank 0; at stage 3, where its
+ * parameters have to be gathered, on all ranks alike.
  * Random numbers come from a counter, mix64 of seed and position, so a sample can be repeated. */
 #pragma once
 #include "data/tokenizer.h"
@@ -63,12 +64,13 @@ static void generate_from_ids(Model* m, const Tokenizer* tokenizer, const int* p
     memcpy(ids, prompt, num_prompt * sizeof(int));
     for (int i = 0; i < num_prompt + config.num_tokens; i++) {
         if (i >= num_prompt) ids[i] = next_token(m, ids, i, &config, h_logits);
+        if (m->zero->comm->rank != 0) continue;
         size_t length;
         const char* text = tokenizer_token(tokenizer, ids[i], &length);
         fwrite(text, 1, length, stdout);
         fflush(stdout);
     }
-    printf("\n");
+    if (m->zero->comm->rank == 0) printf("\n");
     free(h_logits);
     free(ids);
 }

@@ -1,14 +1,17 @@
-/* model.cuh: the models. GPT-2 (Radford et al. 2019) as Hugging Face's files have it: pre-norm blocks, learned
- * positions, tanh GELU, head tied to the embedding.
+/* model.cuh: the models, GPT-2 (Radford et al. 2019) and LLaMA (Touvron et al. 2023; Mistral and Qwen2 are the same with
+ * other settings), as Hugging Face's files have them. Both are one block of pre-norm attention and MLP:
+ *              norm       positions   MLP             biases            weights lie   head
+ *   GPT-2      LayerNorm  learned     GELU            everywhere        (in, out)     tied
+ *   LLaMA      RMSNorm    rotary      gated by SiLU   as config says    (out, in)     as config says
  *
  * Legend, used with these meanings everywhere and no others:
  *   B  sequences per rank and micro-step     T   tokens per sequence        N   rows, B*T
  *   C  channels                              L   layers                     F   MLP width
- *   NH query heads   NKV key/value heads     HS  head size, C / NH
+ *   NH query heads   NKV key/value heads     HS  head size                  Q   query width, NH*HS
  *   V  vocabulary    VP  V padded to 64      R   ranks                      G   micro-steps
- * Gradients are d + name. Weights lie as in the HF file: GPT-2 stores (in, out), the head (out, in).
+ * Gradients are d + name. Weights lie as in the HF file; the head is (out, in) in both families.
  *
- * What is here, in order: Config and its presets and HF form; the tensor table, the only list of tensors; Model, its
+ * What is here, in order: Config and its presets and HF form; the tensor tables, the only list of tensors; Model, its
  * activations; forward; backward. */
 #pragma once
 #include "data/json.h"
@@ -18,65 +21,109 @@
 #include "kernels/gelu.cuh"
 #include "kernels/layernorm.cuh"
 #include "kernels/matmul.cuh"
+#include "kernels/rmsnorm.cuh"
+#include "kernels/rope.cuh"
+#include "kernels/swiglu.cuh"
 #include "zero/stages.h"
 
 // ---------------------------------------------------------------------------------------------------------- Config
+enum class Family { GPT2, LLAMA };
+
 typedef struct Config {
+    Family family;
+    char model_type[16];    // as config.json says: gpt2, llama, mistral, qwen2
     int V, VP, C, L, NH, NKV, HS, F;
-    int context;            // largest T: rows of wpe
+    int context;            // largest T; GPT-2: rows of wpe
     float eps;              // of the norms
-    Gelu gelu;
     bool tied;              // head = wte
+    bool qkv_bias, proj_bias, mlp_bias;
+    Gelu gelu;              // GPT-2
+    RopeConfig rope;        // LLaMA
     char* hf_text;          // config.json as it was read, written back as it is; null for presets
 } Config;
 
 /* Sets what follows from the rest and refuses what no kernel can do; `from` names the preset or file. */
 static void config_finish(Config* c, const char* from)
 {
-    ENSURE(c->NH > 0 && c->C % c->NH == 0, "%s: n_embd %d is not divisible by n_head %d", from, c->C, c->NH);
-    c->HS = c->C / c->NH;
-    c->NKV = c->NH;
+    if (c->NKV == 0) c->NKV = c->NH;
+    ENSURE(c->HS > 0 || c->C % c->NH == 0, "%s: the width %d is not divisible by %d heads", from, c->C, c->NH);
+    if (c->HS == 0) c->HS = c->C / c->NH;
+    ENSURE(c->NH % c->NKV == 0, "%s: %d query heads cannot be shared out among %d key/value heads", from, c->NH, c->NKV);
+    ENSURE(c->family == Family::GPT2 || c->HS % 2 == 0, "%s: head size %d is odd: rotary embedding turns pairs", from,
+           c->HS);
     c->VP = (int)round_up(c->V, 64);
     if (c->F == 0) c->F = 4 * c->C;
 }
 
-/* Presets. gpt2*: the published models. d2 to d48: depth d, width 64*d, d heads, for the vocabulary of the data.
+static Config config_gpt2()
+{
+    Config c = {};
+    c.family = Family::GPT2;
+    snprintf(c.model_type, sizeof c.model_type, "gpt2");
+    c.eps = 1e-5f;
+    c.tied = c.qkv_bias = c.proj_bias = c.mlp_bias = true;
+    c.gelu = Gelu::TANH;
+    return c;
+}
+
+static Config config_llama(const char* model_type)
+{
+    Config c = {};
+    c.family = Family::LLAMA;
+    snprintf(c.model_type, sizeof c.model_type, "%s", model_type);
+    c.qkv_bias = strcmp(model_type, "qwen2") == 0;
+    c.rope = RopeConfig{10000, RopeScaling::NONE, 1, 1, 4, 8192};
+    return c;
+}
+
+#define PRESETS "gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 llama-60m llama-1b llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b"
+
+/* The published shapes. V 0: that of the data. llama-60m is the small one of Zhao et al. 2024 (GaLore), llama-1b
+ * TinyLlama. */
+typedef struct { const char *name, *model_type; int V, C, L, NH, NKV, F, context; float eps; double theta; bool tied; } Preset;
+static const Preset presets[] = {
+    {"gpt2",         "gpt2",  50257,   768, 12, 12, 12, 3072,    1024, 1e-5f, 0,      true},
+    {"gpt2-medium",  "gpt2",  50257,  1024, 24, 16, 16, 4096,    1024, 1e-5f, 0,      true},
+    {"gpt2-large",   "gpt2",  50257,  1280, 36, 20, 20, 5120,    1024, 1e-5f, 0,      true},
+    {"gpt2-xl",      "gpt2",  50257,  1600, 48, 25, 25, 6400,    1024, 1e-5f, 0,      true},
+    {"llama-60m",    "llama", 0,       512,  8,  8,  8, 1376,    1024, 1e-6f, 10000,  false},
+    {"llama-1b",     "llama", 32000,  2048, 22, 32,  4, 5632,    2048, 1e-5f, 10000,  false},
+    {"llama2-7b",    "llama", 32000,  4096, 32, 32, 32, 11008,   4096, 1e-5f, 10000,  false},
+    {"llama3-8b",    "llama", 128256, 4096, 32, 32,  8, 14336,   8192, 1e-5f, 500000, false},
+    {"qwen2.5-0.5b", "qwen2", 151936,  896, 24, 14,  2, 4864,   32768, 1e-6f, 1e6,    true},
+    {"qwen2.5-1.5b", "qwen2", 151936, 1536, 28, 12,  2, 8960,  131072, 1e-6f, 1e6,    true},
+};
+
+/* A preset of the table, or d2 to d48: GPT-2 of depth d, width 64*d, d heads, for the vocabulary of the data.
  * context 0: the preset's. Returns false if the name is none. */
 static bool config_preset(Config* c, const char* name, int data_V, int context)
 {
-    static const struct { const char* name; int L, C, NH; } published[] = {
-        {"gpt2", 12, 768, 12}, {"gpt2-medium", 24, 1024, 16}, {"gpt2-large", 36, 1280, 20}, {"gpt2-xl", 48, 1600, 25}};
-    *c = Config{};
-    c->eps = 1e-5f;
-    c->gelu = Gelu::TANH;
-    c->tied = true;
     int depth = 0, end = 0;
-    for (const auto& p : published) {
+    for (const Preset& p : presets) {
         if (strcmp(name, p.name) != 0) continue;
-        c->L = p.L; c->C = p.C; c->NH = p.NH;
-        c->V = 50257;
-        c->context = context > 1024 ? context : 1024;
+        *c = strcmp(p.model_type, "gpt2") == 0 ? config_gpt2() : config_llama(p.model_type);
+        c->V = p.V > 0 ? p.V : data_V > 0 ? data_V : 32000;
+        c->C = p.C; c->L = p.L; c->NH = p.NH; c->NKV = p.NKV; c->F = p.F;
+        c->context = context > p.context ? context : p.context;
+        c->eps = p.eps;
+        c->rope.theta = p.theta;
+        c->tied = p.tied;
+        config_finish(c, name);
+        return true;
     }
-    if (c->L == 0 && sscanf(name, "d%d%n", &depth, &end) == 1 && name[end] == 0 && depth >= 2 && depth <= 48) {
-        c->L = c->NH = depth;
-        c->C = 64 * depth;
-        c->V = data_V > 0 ? data_V : 50257;
-        c->context = context > 0 ? context : 256;
-    }
-    if (c->L == 0) return false;
+    if (sscanf(name, "d%d%n", &depth, &end) != 1 || name[end] != 0 || depth < 2 || depth > 48) return false;
+    *c = config_gpt2();
+    c->L = c->NH = depth;
+    c->C = 64 * depth;
+    c->V = data_V > 0 ? data_V : 50257;
+    c->context = context > 0 ? context : 256;
     config_finish(c, name);
     return true;
 }
 
-/* From a Hugging Face config.json: model_type gpt2. What would change the numbers and is not built is refused by name.
- */
-static void config_read(Config* c, const char* path)
+static void config_read_gpt2(Config* c, const cJSON* j, const char* path)
 {
-    cJSON* j = json_parse_file(path);
-    const char* type = json_string(j, "model_type", path);
-    ENSURE(strcmp(type, "gpt2") == 0, "%s: model_type is \"%s\", have only \"gpt2\" in this version", path, type);
-    *c = Config{};
-    c->V = (int)json_int(j, "vocab_size", 1, 1 << 24, path);
+    *c = config_gpt2();
     c->C = (int)json_int(j, "n_embd", 1, 1 << 20, path);
     c->L = (int)json_int(j, "n_layer", 1, 1 << 12, path);
     c->NH = (int)json_int(j, "n_head", 1, 1 << 12, path);
@@ -92,23 +139,86 @@ static void config_read(Config* c, const char* path)
     ENSURE(json_bool_or(j, "scale_attn_weights", true, path), "%s: scale_attn_weights false is not there yet", path);
     for (const char* key : {"scale_attn_by_inverse_layer_idx", "add_cross_attention"})
         ENSURE(!json_bool_or(j, key, false, path), "%s: %s true is not there yet", path, key);
+}
+
+/* transformers 5 writes "rope_parameters" with the base in it; before that "rope_theta", and "rope_scaling" or null. */
+static void config_read_rope(RopeConfig* r, const cJSON* j, const char* path)
+{
+    r->theta = json_float_or(j, "rope_theta", r->theta, 1, 1e12, path);
+    const char* key = json_has(j, "rope_parameters") ? "rope_parameters" : "rope_scaling";
+    if (!json_has(j, key)) return;
+    const cJSON* p = json_object(j, key, path);
+    r->theta = json_float_or(p, "rope_theta", r->theta, 1, 1e12, path);
+    ENSURE(json_float_or(p, "partial_rotary_factor", 1, 0, 1, path) == 1,
+           "%s: %s: partial_rotary_factor other than 1 is not there yet", path, key);
+    const char* type = json_string_or(p, "rope_type", json_string_or(p, "type", "default", path), path);
+    if (strcmp(type, "default") == 0) return;
+    if (strcmp(type, "linear") == 0) r->scaling = RopeScaling::LINEAR;
+    else if (strcmp(type, "llama3") == 0) r->scaling = RopeScaling::LLAMA3;
+    else die("%s: %s is of type \"%s\", have default, linear and llama3", path, key, type);
+    r->factor = json_float(p, "factor", 1, 1e6, path);
+    if (r->scaling == RopeScaling::LINEAR) return;
+    r->low_freq_factor = json_float(p, "low_freq_factor", 1e-6, 1e6, path);
+    r->high_freq_factor = json_float(p, "high_freq_factor", 1e-6, 1e6, path);
+    r->context = (double)json_int(p, "original_max_position_embeddings", 1, 1 << 24, path);
+    ENSURE(r->high_freq_factor > r->low_freq_factor, "%s: %s: high_freq_factor %g is not above low_freq_factor %g", path,
+           key, r->high_freq_factor, r->low_freq_factor);
+}
+
+/* Attention windows shorter than the context change the numbers. */
+static void config_refuse_windows(const Config* c, const cJSON* j, const char* path)
+{
+    bool qwen2 = strcmp(c->model_type, "qwen2") == 0;     // it names a window that it uses only if told to
+    if (qwen2) ENSURE(!json_bool_or(j, "use_sliding_window", false, path), "%s: use_sliding_window is not there yet", path);
+    long long window = qwen2 ? c->context : json_int_or(j, "sliding_window", c->context, 1, 1 << 30, path);
+    ENSURE(window >= c->context, "%s: sliding_window %lld is not there yet: the context is %d", path, window, c->context);
+    if (!json_has(j, "layer_types")) return;
+    const cJSON* type;
+    cJSON_ArrayForEach(type, json_array(j, "layer_types", path))
+        ENSURE(cJSON_IsString(type) && strcmp(type->valuestring, "full_attention") == 0,
+               "%s: layer_types holds \"%s\", have full_attention", path, cJSON_IsString(type) ? type->valuestring : "?");
+}
+
+static void config_read_llama(Config* c, const cJSON* j, const char* type, const char* path)
+{
+    *c = config_llama(type);
+    c->C = (int)json_int(j, "hidden_size", 1, 1 << 20, path);
+    c->L = (int)json_int(j, "num_hidden_layers", 1, 1 << 12, path);
+    c->NH = (int)json_int(j, "num_attention_heads", 1, 1 << 12, path);
+    c->NKV = (int)json_int_or(j, "num_key_value_heads", c->NH, 1, 1 << 12, path);
+    c->HS = (int)json_int_or(j, "head_dim", 0, 1, 1 << 12, path);
+    c->F = (int)json_int(j, "intermediate_size", 1, 1 << 24, path);
+    c->context = (int)json_int(j, "max_position_embeddings", 1, 1 << 24, path);
+    c->eps = (float)json_float_or(j, "rms_norm_eps", 1e-6, 0, 1, path);
+    c->tied = json_bool_or(j, "tie_word_embeddings", false, path);
+    if (strcmp(type, "llama") == 0) {
+        c->qkv_bias = c->proj_bias = json_bool_or(j, "attention_bias", false, path);
+        c->mlp_bias = json_bool_or(j, "mlp_bias", false, path);
+    }
+    const char* activation = json_string_or(j, "hidden_act", "silu", path);
+    ENSURE(strcmp(activation, "silu") == 0, "%s: hidden_act is \"%s\", have silu", path, activation);
+    config_read_rope(&c->rope, j, path);
+    config_refuse_windows(c, j, path);
+}
+
+/* From a Hugging Face config.json. What would change the numbers and is not built is refused by name. */
+static void config_read(Config* c, const char* path)
+{
+    cJSON* j = json_parse_file(path);
+    const char* type = json_string(j, "model_type", path);
+    bool llama = strcmp(type, "llama") == 0 || strcmp(type, "mistral") == 0 || strcmp(type, "qwen2") == 0;
+    ENSURE(llama || strcmp(type, "gpt2") == 0, "%s: model_type is \"%s\", have gpt2, llama, mistral and qwen2", path, type);
+    if (llama) config_read_llama(c, j, type, path);
+    else config_read_gpt2(c, j, path);
+    c->V = (int)json_int(j, "vocab_size", 1, 1 << 24, path);
     cJSON_Delete(j);
     size_t length;
     c->hf_text = json_read_file(path, &length);
     config_finish(c, path);
 }
 
-/* The config as config.json: what was read, byte for byte, else a new one. */
-static void config_write(const Config* c, const char* path)
+static void config_add_gpt2(cJSON* j, const Config* c)
 {
-    if (c->hf_text != nullptr) {
-        json_write_text(path, c->hf_text, strlen(c->hf_text));
-        return;
-    }
-    cJSON* j = json_new_object();
-    cJSON_AddItemToArray(json_add_array(j, "architectures"), cJSON_CreateString("GPT2LMHeadModel"));
-    json_add_string(j, "model_type", "gpt2");
-    json_add_int(j, "vocab_size", c->V);
     json_add_int(j, "n_positions", c->context);
     json_add_int(j, "n_embd", c->C);
     json_add_int(j, "n_layer", c->L);
@@ -116,47 +226,104 @@ static void config_write(const Config* c, const char* path)
     json_add_int(j, "n_inner", c->F);
     json_add_string(j, "activation_function", c->gelu == Gelu::TANH ? "gelu_new" : "gelu");
     json_add_float(j, "layer_norm_epsilon", c->eps);
-    json_add_bool(j, "tie_word_embeddings", c->tied);
     for (const char* key : {"attn_pdrop", "embd_pdrop", "resid_pdrop"}) json_add_float(j, key, 0);
+}
+
+static void config_add_llama(cJSON* j, const Config* c)
+{
+    json_add_int(j, "max_position_embeddings", c->context);
+    json_add_int(j, "hidden_size", c->C);
+    json_add_int(j, "num_hidden_layers", c->L);
+    json_add_int(j, "num_attention_heads", c->NH);
+    json_add_int(j, "num_key_value_heads", c->NKV);
+    json_add_int(j, "head_dim", c->HS);
+    json_add_int(j, "intermediate_size", c->F);
+    json_add_string(j, "hidden_act", "silu");
+    json_add_float(j, "rms_norm_eps", c->eps);
+    json_add_float(j, "rope_theta", c->rope.theta);
+}
+
+/* The config as config.json: what was read, byte for byte, else that of a preset. */
+static void config_write(const Config* c, const char* path)
+{
+    if (c->hf_text != nullptr) {
+        json_write_text(path, c->hf_text, strlen(c->hf_text));
+        return;
+    }
+    bool gpt2 = c->family == Family::GPT2, qwen2 = strcmp(c->model_type, "qwen2") == 0;
+    const char* architecture = gpt2 ? "GPT2LMHeadModel" : qwen2 ? "Qwen2ForCausalLM" : "LlamaForCausalLM";
+    cJSON* j = json_new_object();
+    cJSON_AddItemToArray(json_add_array(j, "architectures"), cJSON_CreateString(architecture));
+    json_add_string(j, "model_type", c->model_type);
+    json_add_int(j, "vocab_size", c->V);
+    if (gpt2) config_add_gpt2(j, c);
+    else config_add_llama(j, c);
+    json_add_bool(j, "tie_word_embeddings", c->tied);
     json_add_float(j, "initializer_range", 0.02);
     json_add_string(j, "torch_dtype", "float32");
     json_write_file(path, j);
     cJSON_Delete(j);
 }
 
-// ---------------------------------------------------------------------------------------------------- tensor table
-enum class Dim { ONE, V, CONTEXT, C, C3, F };
+// --------------------------------------------------------------------------------------------------- tensor tables
+enum class Dim { ONE, V, CONTEXT, C, Q, KV, QKV, F };
 enum class Where { EMBED, BLOCK, HEAD };
 enum class Init { NORMAL, RESIDUAL, ZERO, ONE };   // N(0, 0.02); N(0, 0.02 / sqrt(2L)); constants
 
-/* One row each: the enum is how the code names a tensor of its unit, the rest is what the program does with it. */
-#define GPT2_TENSORS(X) \
-    X(WTE,           EMBED, "transformer.wte.weight",               V,       C,   NORMAL)   \
-    X(WPE,           EMBED, "transformer.wpe.weight",               CONTEXT, C,   NORMAL)   \
-    X(LN_1_WEIGHT,   BLOCK, "transformer.h.%d.ln_1.weight",         C,       ONE, ONE)      \
-    X(LN_1_BIAS,     BLOCK, "transformer.h.%d.ln_1.bias",           C,       ONE, ZERO)     \
-    X(QKV_WEIGHT,    BLOCK, "transformer.h.%d.attn.c_attn.weight",  C,       C3,  NORMAL)   \
-    X(QKV_BIAS,      BLOCK, "transformer.h.%d.attn.c_attn.bias",    C3,      ONE, ZERO)     \
-    X(PROJ_WEIGHT,   BLOCK, "transformer.h.%d.attn.c_proj.weight",  C,       C,   RESIDUAL) \
-    X(PROJ_BIAS,     BLOCK, "transformer.h.%d.attn.c_proj.bias",    C,       ONE, ZERO)     \
-    X(LN_2_WEIGHT,   BLOCK, "transformer.h.%d.ln_2.weight",         C,       ONE, ONE)      \
-    X(LN_2_BIAS,     BLOCK, "transformer.h.%d.ln_2.bias",           C,       ONE, ZERO)     \
-    X(FC_WEIGHT,     BLOCK, "transformer.h.%d.mlp.c_fc.weight",     C,       F,   NORMAL)   \
-    X(FC_BIAS,       BLOCK, "transformer.h.%d.mlp.c_fc.bias",       F,       ONE, ZERO)     \
-    X(FCPROJ_WEIGHT, BLOCK, "transformer.h.%d.mlp.c_proj.weight",   F,       C,   RESIDUAL) \
-    X(FCPROJ_BIAS,   BLOCK, "transformer.h.%d.mlp.c_proj.bias",     C,       ONE, ZERO)     \
-    X(LN_F_WEIGHT,   HEAD,  "transformer.ln_f.weight",              C,       ONE, ONE)      \
-    X(LN_F_BIAS,     HEAD,  "transformer.ln_f.bias",                C,       ONE, ZERO)     \
-    X(LM_HEAD,       HEAD,  "lm_head.weight",                       V,       C,   NORMAL)   /* untied only */
+/* What the code calls the matrices and vectors of a unit. A bias follows its weight. */
+enum Row {
+    WTE, WPE,
+    NORM_1_WEIGHT, NORM_1_BIAS, QKV_WEIGHT, QKV_BIAS, PROJ_WEIGHT, PROJ_BIAS,
+    NORM_2_WEIGHT, NORM_2_BIAS, FC_WEIGHT, FC_BIAS, FCPROJ_WEIGHT, FCPROJ_BIAS,
+    NORM_F_WEIGHT, NORM_F_BIAS, LM_HEAD, NUM_ROWS
+};
 
-#define ROW_ENUM(row, where, name, rows, cols, init) row,
-enum TensorRowIdx { GPT2_TENSORS(ROW_ENUM) NUM_TENSOR_ROWS };
-#undef ROW_ENUM
+/* Each tensor of the file. Those that follow each other with the same row lie joined and are one matrix to the code:
+ * q, k and v one above the other are the (Q + 2 KV, C) matrix that makes all three. A bias that the config does not have
+ * is left out, so is a tied head. */
+typedef struct { Row row; Where where; const char* name; Dim rows, cols; Init init; } TensorRow;
 
-typedef struct { Where where; const char* name; Dim rows, cols; Init init; } TensorRow;
-#define ROW_STRUCT(row, where, name, rows, cols, init) {Where::where, name, Dim::rows, Dim::cols, Init::init},
-static const TensorRow tensor_rows[] = { GPT2_TENSORS(ROW_STRUCT) };
-#undef ROW_STRUCT
+static const TensorRow gpt2_tensors[] = {
+    {WTE,           Where::EMBED, "transformer.wte.weight",              Dim::V,       Dim::C,   Init::NORMAL},
+    {WPE,           Where::EMBED, "transformer.wpe.weight",              Dim::CONTEXT, Dim::C,   Init::NORMAL},
+    {NORM_1_WEIGHT, Where::BLOCK, "transformer.h.%d.ln_1.weight",        Dim::C,       Dim::ONE, Init::ONE},
+    {NORM_1_BIAS,   Where::BLOCK, "transformer.h.%d.ln_1.bias",          Dim::C,       Dim::ONE, Init::ZERO},
+    {QKV_WEIGHT,    Where::BLOCK, "transformer.h.%d.attn.c_attn.weight", Dim::C,       Dim::QKV, Init::NORMAL},
+    {QKV_BIAS,      Where::BLOCK, "transformer.h.%d.attn.c_attn.bias",   Dim::QKV,     Dim::ONE, Init::ZERO},
+    {PROJ_WEIGHT,   Where::BLOCK, "transformer.h.%d.attn.c_proj.weight", Dim::Q,       Dim::C,   Init::RESIDUAL},
+    {PROJ_BIAS,     Where::BLOCK, "transformer.h.%d.attn.c_proj.bias",   Dim::C,       Dim::ONE, Init::ZERO},
+    {NORM_2_WEIGHT, Where::BLOCK, "transformer.h.%d.ln_2.weight",        Dim::C,       Dim::ONE, Init::ONE},
+    {NORM_2_BIAS,   Where::BLOCK, "transformer.h.%d.ln_2.bias",          Dim::C,       Dim::ONE, Init::ZERO},
+    {FC_WEIGHT,     Where::BLOCK, "transformer.h.%d.mlp.c_fc.weight",    Dim::C,       Dim::F,   Init::NORMAL},
+    {FC_BIAS,       Where::BLOCK, "transformer.h.%d.mlp.c_fc.bias",      Dim::F,       Dim::ONE, Init::ZERO},
+    {FCPROJ_WEIGHT, Where::BLOCK, "transformer.h.%d.mlp.c_proj.weight",  Dim::F,       Dim::C,   Init::RESIDUAL},
+    {FCPROJ_BIAS,   Where::BLOCK, "transformer.h.%d.mlp.c_proj.bias",    Dim::C,       Dim::ONE, Init::ZERO},
+    {NORM_F_WEIGHT, Where::HEAD,  "transformer.ln_f.weight",             Dim::C,       Dim::ONE, Init::ONE},
+    {NORM_F_BIAS,   Where::HEAD,  "transformer.ln_f.bias",               Dim::C,       Dim::ONE, Init::ZERO},
+    {LM_HEAD,       Where::HEAD,  "lm_head.weight",                      Dim::V,       Dim::C,   Init::NORMAL},
+};
+
+static const TensorRow llama_tensors[] = {
+    {WTE,           Where::EMBED, "model.embed_tokens.weight",                       Dim::V,  Dim::C,   Init::NORMAL},
+    {NORM_1_WEIGHT, Where::BLOCK, "model.layers.%d.input_layernorm.weight",          Dim::C,  Dim::ONE, Init::ONE},
+    {QKV_WEIGHT,    Where::BLOCK, "model.layers.%d.self_attn.q_proj.weight",         Dim::Q,  Dim::C,   Init::NORMAL},
+    {QKV_WEIGHT,    Where::BLOCK, "model.layers.%d.self_attn.k_proj.weight",         Dim::KV, Dim::C,   Init::NORMAL},
+    {QKV_WEIGHT,    Where::BLOCK, "model.layers.%d.self_attn.v_proj.weight",         Dim::KV, Dim::C,   Init::NORMAL},
+    {QKV_BIAS,      Where::BLOCK, "model.layers.%d.self_attn.q_proj.bias",           Dim::Q,  Dim::ONE, Init::ZERO},
+    {QKV_BIAS,      Where::BLOCK, "model.layers.%d.self_attn.k_proj.bias",           Dim::KV, Dim::ONE, Init::ZERO},
+    {QKV_BIAS,      Where::BLOCK, "model.layers.%d.self_attn.v_proj.bias",           Dim::KV, Dim::ONE, Init::ZERO},
+    {PROJ_WEIGHT,   Where::BLOCK, "model.layers.%d.self_attn.o_proj.weight",         Dim::C,  Dim::Q,   Init::NORMAL},
+    {PROJ_BIAS,     Where::BLOCK, "model.layers.%d.self_attn.o_proj.bias",           Dim::C,  Dim::ONE, Init::ZERO},
+    {NORM_2_WEIGHT, Where::BLOCK, "model.layers.%d.post_attention_layernorm.weight", Dim::C,  Dim::ONE, Init::ONE},
+    {FC_WEIGHT,     Where::BLOCK, "model.layers.%d.mlp.gate_proj.weight",            Dim::F,  Dim::C,   Init::NORMAL},
+    {FC_WEIGHT,     Where::BLOCK, "model.layers.%d.mlp.up_proj.weight",              Dim::F,  Dim::C,   Init::NORMAL},
+    {FC_BIAS,       Where::BLOCK, "model.layers.%d.mlp.gate_proj.bias",              Dim::F,  Dim::ONE, Init::ZERO},
+    {FC_BIAS,       Where::BLOCK, "model.layers.%d.mlp.up_proj.bias",                Dim::F,  Dim::ONE, Init::ZERO},
+    {FCPROJ_WEIGHT, Where::BLOCK, "model.layers.%d.mlp.down_proj.weight",            Dim::C,  Dim::F,   Init::NORMAL},
+    {FCPROJ_BIAS,   Where::BLOCK, "model.layers.%d.mlp.down_proj.bias",              Dim::C,  Dim::ONE, Init::ZERO},
+    {NORM_F_WEIGHT, Where::HEAD,  "model.norm.weight",                               Dim::C,  Dim::ONE, Init::ONE},
+    {LM_HEAD,       Where::HEAD,  "lm_head.weight",                                  Dim::V,  Dim::C,   Init::NORMAL},
+};
 
 static size_t config_dim(const Config* c, Dim d)
 {
@@ -164,10 +331,20 @@ static size_t config_dim(const Config* c, Dim d)
     case Dim::V: return c->V;
     case Dim::CONTEXT: return c->context;
     case Dim::C: return c->C;
-    case Dim::C3: return 3 * (size_t)c->C;
+    case Dim::Q: return (size_t)c->NH * c->HS;
+    case Dim::KV: return (size_t)c->NKV * c->HS;
+    case Dim::QKV: return (size_t)(c->NH + 2 * c->NKV) * c->HS;
     case Dim::F: return c->F;
     default: return 1;
     }
+}
+
+static bool config_has(const Config* c, Row row)
+{
+    if (row == QKV_BIAS) return c->qkv_bias;
+    if (row == PROJ_BIAS) return c->proj_bias;
+    if (row == FC_BIAS || row == FCPROJ_BIAS) return c->mlp_bias;
+    return row != LM_HEAD || !c->tied;
 }
 
 /* Units: 0 the embeddings, 1..L the blocks, L+1 the head. */
@@ -188,27 +365,35 @@ static void tensor_add(Tensor* out, const Config* c, const TensorRow* row, int u
     out->init_std = row->init == Init::NORMAL ? 0.02 : row->init == Init::RESIDUAL ? residual_std : 0;
     out->init_value = row->init == Init::ONE ? 1 : 0;
     out->decay = out->num_dims == 2;
+    out->row = row->row;
 }
 
 /* All tensors of the model in unit order, placed for R ranks. */
 static void model_tensors(Shard* shard, const Config* c, int num_ranks)
 {
-    Tensor* tensors = (Tensor*)malloc_checked((NUM_TENSOR_ROWS * (size_t)c->L + NUM_TENSOR_ROWS) * sizeof(Tensor));
+    const TensorRow* rows = c->family == Family::GPT2 ? gpt2_tensors : llama_tensors;
+    int num_rows = (int)(c->family == Family::GPT2 ? sizeof gpt2_tensors : sizeof llama_tensors) / (int)sizeof rows[0];
+    Tensor* tensors = (Tensor*)malloc_checked(num_rows * (size_t)(c->L + 1) * sizeof(Tensor));
     int n = 0;
     for (int unit = 0; unit <= unit_head(c); unit++) {
         Where where = unit == unit_embed(c) ? Where::EMBED : unit == unit_head(c) ? Where::HEAD : Where::BLOCK;
-        for (int row = 0; row < NUM_TENSOR_ROWS; row++)
-            if (tensor_rows[row].where == where && !(row == LM_HEAD && c->tied))
-                tensor_add(&tensors[n++], c, &tensor_rows[row], unit, unit - 1);
+        for (int i = 0; i < num_rows; i++) {
+            if (rows[i].where != where || !config_has(c, rows[i].row)) continue;
+            tensor_add(&tensors[n], c, &rows[i], unit, unit - 1);
+            tensors[n].joined = n > 0 && tensors[n - 1].unit == unit && tensors[n - 1].row == rows[i].row;
+            n++;
+        }
     }
     shard_build(shard, tensors, n, num_ranks);
 }
 
-/* Tensor `row` of `unit`. */
+/* The (first) tensor `row` of `unit`; null if the model has none. */
 static const Tensor* unit_tensor(const Shard* s, int unit, int row)
 {
-    int first_row = unit == 0 ? WTE : unit == s->num_units - 1 ? LN_F_WEIGHT : LN_1_WEIGHT;
-    return &s->tensors[s->units[unit].first_tensor + row - first_row];
+    const Tensor* t = &s->tensors[s->units[unit].first_tensor];
+    for (int i = 0; i < s->units[unit].num_tensors; i++)
+        if (t[i].row == row) return &t[i];
+    return nullptr;
 }
 
 // ----------------------------------------------------------------------------------------------------------- Model
@@ -219,35 +404,41 @@ typedef struct Model {
     bool* resident;           // (num_units): the embeddings and the head
     int B, T;                 // largest micro-batch; a call may use less
     int head_rows;            // rows of logits that exist at a time
-    // activations, one of each per layer
+    float* rope;              // (T,HS)    cosines and sines of every position; LLaMA
+    // activations, one of each per layer; means are GPT-2's alone
     floatX *residual;         // (L,N,C)   block input, after the sum
-    floatX *ln_1;             // (L,N,C)
-    float  *ln_1_mean, *ln_1_rstd;   // (L,N)
-    floatX *qkv;              // (L,N,3C)
-    floatX *att;              // (L,N,C)   heads side by side
+    floatX *norm_1;           // (L,N,C)
+    float  *norm_1_mean, *norm_1_rstd;   // (L,N)
+    floatX *qkv;              // (L,N,QKV) q heads, k heads, v heads; q and k turned where there is rotary embedding
+    floatX *att;              // (L,N,Q)   heads side by side
     float  *att_lse;          // (L,B,NH,T)
     floatX *residual_2;       // (L,N,C)   after attention
-    floatX *ln_2;             // (L,N,C)
-    float  *ln_2_mean, *ln_2_rstd;   // (L,N)
-    floatX *fc;               // (L,N,F)   before the GELU
-    floatX *fc_gelu;          // (L,N,F)
+    floatX *norm_2;           // (L,N,C)
+    float  *norm_2_mean, *norm_2_rstd;   // (L,N)
+    floatX *fc;               // (L,N,FC)  before the activation: F wide, or gate and up side by side
+    floatX *fc_act;           // (L,N,F)
     // one of each
     floatX *branch;           // (N,C)     what a branch adds to the residual stream, until the next norm sums it
     floatX *residual_f;       // (N,C)
-    floatX *ln_f;             // (N,C)
-    float  *ln_f_mean, *ln_f_rstd;   // (N)
+    floatX *norm_f;           // (N,C)
+    float  *norm_f_mean, *norm_f_rstd;   // (N)
     floatX *logits;           // (head_rows,VP), turned into dlogits in place
     float  *losses;           // (N)
     int *tokens, *targets;    // (B,T)
     // backward
     floatX *dresidual;        // (N,C)     gradient of the residual stream, carried from block to block
-    floatX *dnorm;            // (N,C)     of a norm's output, or of the attention's
-    floatX *dfc;              // (N,F)
-    floatX *dqkv;             // (N,3C)
+    floatX *dnorm;            // (N,C or Q) of a norm's output, or of the attention's
+    floatX *dfc;              // (N,FC)
+    floatX *dfc_act;          // (N,F)     gated; else it is dfc
+    floatX *dqkv;             // (N,QKV)
     float  *scratch;          // largest any op asks for
 } Model;
 
 static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
+
+static bool is_llama(const Model* m) { return m->config.family == Family::LLAMA; }
+static Layout linear_layout(const Model* m) { return is_llama(m) ? Layout::OUT_IN : Layout::IN_OUT; }
+static int fc_width(const Config* c) { return c->family == Family::LLAMA ? 2 * c->F : c->F; }
 
 /* Adds parameters' and activations' rows to the plan. Without `training` only what a forward needs. */
 static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
@@ -255,46 +446,74 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     const Config* c = &m->config;
     m->B = B;
     m->T = T;
-    size_t N = (size_t)B * T, C = c->C, F = c->F, L = c->L, LN = L * N;
+    size_t N = (size_t)B * T, C = c->C, F = c->F, FC = fc_width(c), L = c->L, LN = L * N;
+    size_t Q = config_dim(c, Dim::Q), QKV = config_dim(c, Dim::QKV);
     size_t head_rows = max_size(((size_t)64 << 20) / (c->VP * sizeof(floatX)), 256);
     m->head_rows = (int)(head_rows < N ? head_rows : N);
     const char* label = "activations";
     const Place D = Place::DEVICE;
-    for (floatX** p : {&m->residual, &m->ln_1, &m->att, &m->residual_2, &m->ln_2}) plan_add(plan, label, D, p, LN * C);
-    for (float** p : {&m->ln_1_mean, &m->ln_1_rstd, &m->ln_2_mean, &m->ln_2_rstd}) plan_add(plan, label, D, p, LN);
-    plan_add(plan, label, D, &m->qkv, LN * 3 * C);
+    for (floatX** p : {&m->residual, &m->norm_1, &m->residual_2, &m->norm_2}) plan_add(plan, label, D, p, LN * C);
+    for (float** p : {&m->norm_1_rstd, &m->norm_2_rstd}) plan_add(plan, label, D, p, LN);
+    plan_add(plan, label, D, &m->qkv, LN * QKV);
+    plan_add(plan, label, D, &m->att, LN * Q);
     plan_add(plan, label, D, &m->att_lse, LN * c->NH);
-    for (floatX** p : {&m->fc, &m->fc_gelu}) plan_add(plan, label, D, p, LN * F);
-    for (floatX** p : {&m->branch, &m->residual_f, &m->ln_f}) plan_add(plan, label, D, p, N * C);
-    for (float** p : {&m->ln_f_mean, &m->ln_f_rstd, &m->losses}) plan_add(plan, label, D, p, N);
+    plan_add(plan, label, D, &m->fc, LN * FC);
+    plan_add(plan, label, D, &m->fc_act, LN * F);
+    for (floatX** p : {&m->branch, &m->residual_f, &m->norm_f}) plan_add(plan, label, D, p, N * C);
+    for (float** p : {&m->norm_f_rstd, &m->losses}) plan_add(plan, label, D, p, N);
+    if (is_llama(m)) {
+        plan_add(plan, "rotary table", D, &m->rope, (size_t)T * c->HS);
+    } else {
+        for (float** p : {&m->norm_1_mean, &m->norm_2_mean}) plan_add(plan, label, D, p, LN);
+        plan_add(plan, label, D, &m->norm_f_mean, N);
+    }
     plan_add(plan, "logits", D, &m->logits, (size_t)m->head_rows * c->VP);
     for (int** p : {&m->tokens, &m->targets}) plan_add(plan, "tokens", D, p, N);
-    size_t scratch = max_size(layernorm_scratch_elems(c->C), attention_scratch_elems(B, T, c->NH, c->HS));
-    scratch = max_size(scratch, matmul_scratch_elems((int)max_size(3 * C, F)));
+    size_t norm_scratch = is_llama(m) ? rmsnorm_scratch_elems(c->C) : layernorm_scratch_elems(c->C);
+    size_t scratch = max_size(norm_scratch, attention_scratch_elems(B, T, c->NH, c->HS));
+    scratch = max_size(scratch, matmul_scratch_elems((int)max_size(QKV, FC)));
     plan_add(plan, "scratch of the kernels", D, &m->scratch, scratch);
     if (!training) return;
-    for (floatX** p : {&m->dresidual, &m->dnorm}) plan_add(plan, "gradients of activations", D, p, N * C);
-    plan_add(plan, "gradients of activations", D, &m->dfc, N * F);
-    plan_add(plan, "gradients of activations", D, &m->dqkv, N * 3 * C);
+    const char* gradients = "gradients of activations";
+    plan_add(plan, gradients, D, &m->dresidual, N * C);
+    plan_add(plan, gradients, D, &m->dnorm, N * max_size(C, Q));
+    plan_add(plan, gradients, D, &m->dfc, N * FC);
+    if (is_llama(m)) plan_add(plan, gradients, D, &m->dfc_act, N * F);
+    plan_add(plan, gradients, D, &m->dqkv, N * QKV);
+}
+
+/* After plan_allocate: tables. */
+static void model_start(Model* m)
+{
+    if (!is_llama(m)) return;
+    size_t elems = (size_t)m->T * m->config.HS;
+    float* h_table = (float*)malloc_checked(elems * sizeof(float));
+    rope_table(h_table, &m->config.rope, 0, m->T, m->config.HS);
+    CUDA_CHECK(cudaMemcpy(m->rope, h_table, elems * sizeof(float), cudaMemcpyHostToDevice));
+    free(h_table);
 }
 
 /* Floating-point operations of one token, forward and backward: 6 per matrix weight, and causal attention's
- * 6*L*C*T (two products forward, four backward, half of T x T). */
+ * 6*L*Q*T (two products forward, four backward, half of T x T). */
 static double model_flops_per_token(const Config* c, int T)
 {
-    double block = 4.0 * c->C * c->C + 2.0 * c->C * c->F;
-    return 6.0 * (c->L * block + (double)c->V * c->C) + 6.0 * c->L * (double)c->C * T;
+    double Q = (double)config_dim(c, Dim::Q), QKV = (double)config_dim(c, Dim::QKV);
+    double block = c->C * (QKV + Q + fc_width(c) + c->F);
+    return 6.0 * (c->L * block + (double)c->V * c->C) + 6.0 * c->L * Q * T;
 }
 
+/* Tensor `row` of a unit for which zero_params_begin has been called; null if the model has none. */
 static floatX* model_param(const Model* m, int unit, int row)
 {
-    return m->zero->params + unit_tensor(&m->shard, unit, row)->first;
+    const Tensor* t = unit_tensor(&m->shard, unit, row);
+    return t == nullptr ? nullptr : m->zero->unit_params[unit] + (t->first - m->shard.units[unit].range.first);
 }
 
 /* The gradient of tensor `row` in the buffer that zero_gradient_begin gave for its unit. */
 static float* model_grad(const Model* m, int unit, int row)
 {
-    return m->zero->unit_grads[unit] + (unit_tensor(&m->shard, unit, row)->first - m->shard.units[unit].range.first);
+    const Tensor* t = unit_tensor(&m->shard, unit, row);
+    return t == nullptr ? nullptr : m->zero->unit_grads[unit] + (t->first - m->shard.units[unit].range.first);
 }
 
 static const floatX* head_weight(const Model* m)
@@ -304,64 +523,94 @@ static const floatX* head_weight(const Model* m)
 }
 
 // --------------------------------------------------------------------------------------------------------- forward
+/* The norm whose weight is `row`: residual (N,C) = a + b, out = norm(residual). b null: residual is a, and is not
+ * written. means and rstds are written from `first` on; RMSNorm has no means. */
+static void norm_forward(const Model* m, int unit, int row, floatX* residual, floatX* out, float* means, float* rstds,
+                         size_t first, const floatX* a, const floatX* b, int N)
+{
+    const Config* c = &m->config;
+    cudaStream_t stream = m->zero->compute;
+    float *mean = is_llama(m) ? nullptr : means + first, *rstd = rstds + first;
+    const floatX *weight = model_param(m, unit, row), *bias = model_param(m, unit, row + 1);
+    if (is_llama(m) && b == nullptr) rmsnorm_forward(out, rstd, a, weight, N, c->C, c->eps, stream);
+    else if (is_llama(m)) residual_rmsnorm_forward(residual, out, rstd, a, b, weight, N, c->C, c->eps, stream);
+    else if (b == nullptr) layernorm_forward(out, mean, rstd, a, weight, bias, N, c->C, c->eps, stream);
+    else residual_layernorm_forward(residual, out, mean, rstd, a, b, weight, bias, N, c->C, c->eps, stream);
+}
+
+/* out (N,OC) = the linear layer whose weight is `row`, of inp (N,IC). */
+static void linear_forward(const Model* m, int unit, int row, floatX* out, const floatX* inp, int N, int IC, int OC)
+{
+    matmul_forward(out, inp, model_param(m, unit, row), model_param(m, unit, row + 1), N, IC, OC, linear_layout(m),
+                   m->zero->compute);
+}
+
+/* pre (N,OC) = the linear layer whose weight is `row`, of inp (N,IC); out (N,OC) = gelu(pre). */
+static void linear_gelu_forward(const Model* m, int unit, int row, floatX* out, floatX* pre, const floatX* inp, int N,
+                                int IC, int OC)
+{
+    matmul_forward_gelu(out, pre, inp, model_param(m, unit, row), model_param(m, unit, row + 1), N, IC, OC,
+                        linear_layout(m), m->config.gelu, m->zero->compute);
+}
+
 /* Block `layer` on B*T rows. The residual stream arrives as residual_in (N,C) plus, except for the first block, the
  * branch of the block below. Leaves residual_2 and a new branch. */
 static void block_forward(Model* m, int layer, int B, int T)
 {
     const Config* c = &m->config;
     cudaStream_t stream = m->zero->compute;
-    int N = B * T, C = c->C, F = c->F, unit = unit_block(c, layer);
+    int N = B * T, C = c->C, F = c->F, FC = fc_width(c), unit = unit_block(c, layer);
+    int Q = (int)config_dim(c, Dim::Q), QKV = (int)config_dim(c, Dim::QKV);
     size_t row = (size_t)layer * m->B * m->T;     // first row of this layer in the (L,N,...) buffers
-    floatX* residual = m->residual + row * C;
-    float *mean = m->ln_1_mean + row, *rstd = m->ln_1_rstd + row;
-    const floatX *weight = model_param(m, unit, LN_1_WEIGHT), *bias = model_param(m, unit, LN_1_BIAS);
-    if (layer == 0) {
-        layernorm_forward(m->ln_1 + row * C, mean, rstd, residual, weight, bias, N, C, c->eps, stream);
+    floatX *residual = m->residual + row * C, *qkv = m->qkv + row * QKV;
+    const floatX* below = layer == 0 ? residual : m->residual_2 + (row - (size_t)m->B * m->T) * C;
+    norm_forward(m, unit, NORM_1_WEIGHT, residual, m->norm_1 + row * C, m->norm_1_mean, m->norm_1_rstd, row, below,
+                 layer == 0 ? nullptr : m->branch, N);
+    linear_forward(m, unit, QKV_WEIGHT, qkv, m->norm_1 + row * C, N, C, QKV);
+    if (is_llama(m)) rope_forward(qkv, m->rope, nullptr, N, T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
+    attention_forward(m->att + row * Q, m->att_lse + row * c->NH, m->scratch, qkv, B, T, c->NH, c->NKV, c->HS,
+                      1.0f / sqrtf((float)c->HS), stream);
+    linear_forward(m, unit, PROJ_WEIGHT, m->branch, m->att + row * Q, N, Q, C);
+    norm_forward(m, unit, NORM_2_WEIGHT, m->residual_2 + row * C, m->norm_2 + row * C, m->norm_2_mean,
+                 m->norm_2_rstd, row, residual, m->branch, N);
+    if (is_llama(m)) {
+        linear_forward(m, unit, FC_WEIGHT, m->fc + row * FC, m->norm_2 + row * C, N, C, FC);
+        swiglu_forward(m->fc_act + row * F, m->fc + row * FC, N, F, stream);
     } else {
-        const floatX* below = m->residual_2 + (row - (size_t)m->B * m->T) * C;
-        residual_layernorm_forward(residual, m->ln_1 + row * C, mean, rstd, below, m->branch, weight, bias, N, C,
-                                   c->eps, stream);
+        linear_gelu_forward(m, unit, FC_WEIGHT, m->fc_act + row * F, m->fc + row * FC, m->norm_2 + row * C, N, C, FC);
     }
-    matmul_forward(m->qkv + row * 3 * C, m->ln_1 + row * C, model_param(m, unit, QKV_WEIGHT),
-                   model_param(m, unit, QKV_BIAS), N, C, 3 * C, Layout::IN_OUT, stream);
-    attention_forward(m->att + row * C, m->att_lse + row * c->NH, m->scratch, m->qkv + row * 3 * C, B, T, c->NH, c->NKV,
-                      c->HS, 1.0f / sqrtf((float)c->HS), stream);
-    matmul_forward(m->branch, m->att + row * C, model_param(m, unit, PROJ_WEIGHT), model_param(m, unit, PROJ_BIAS),
-                   N, C, C, Layout::IN_OUT, stream);
-    residual_layernorm_forward(m->residual_2 + row * C, m->ln_2 + row * C, m->ln_2_mean + row, m->ln_2_rstd + row,
-                               residual, m->branch, model_param(m, unit, LN_2_WEIGHT), model_param(m, unit, LN_2_BIAS),
-                               N, C, c->eps, stream);
-    matmul_forward_gelu(m->fc_gelu + row * F, m->fc + row * F, m->ln_2 + row * C, model_param(m, unit, FC_WEIGHT),
-                        model_param(m, unit, FC_BIAS), N, C, F, Layout::IN_OUT, c->gelu, stream);
-    matmul_forward(m->branch, m->fc_gelu + row * F, model_param(m, unit, FCPROJ_WEIGHT),
-                   model_param(m, unit, FCPROJ_BIAS), N, F, C, Layout::IN_OUT, stream);
+    linear_forward(m, unit, FCPROJ_WEIGHT, m->branch, m->fc_act + row * F, N, F, C);
 }
 
-/* m->tokens (B,T) -> m->ln_f (B*T,C): all but the head. */
+/* m->tokens (B,T) -> m->norm_f (B*T,C): all but the head. */
 static void model_forward(Model* m, int B, int T)
 {
     const Config* c = &m->config;
-    cudaStream_t stream = m->zero->compute;
-    int N = B * T, embed = unit_embed(c), head = unit_head(c);
+    int embed = unit_embed(c);
+    zero_params_begin(m->zero, embed, 1);
     embedding_forward(m->residual, m->tokens, model_param(m, embed, WTE), model_param(m, embed, WPE), B, T, c->C,
-                      stream);
-    for (int layer = 0; layer < c->L; layer++) block_forward(m, layer, B, T);
+                      m->zero->compute);
+    for (int layer = 0; layer < c->L; layer++) {
+        zero_params_begin(m->zero, unit_block(c, layer), 1);
+        block_forward(m, layer, B, T);
+    }
+    zero_params_begin(m->zero, unit_head(c), 0);
     const floatX* last = m->residual_2 + (size_t)(c->L - 1) * m->B * m->T * c->C;
-    residual_layernorm_forward(m->residual_f, m->ln_f, m->ln_f_mean, m->ln_f_rstd, last, m->branch,
-                               model_param(m, head, LN_F_WEIGHT), model_param(m, head, LN_F_BIAS), N, c->C, c->eps,
-                               stream);
+    norm_forward(m, unit_head(c), NORM_F_WEIGHT, m->residual_f, m->norm_f, m->norm_f_mean, m->norm_f_rstd, 0, last,
+                 m->branch, B * T);
 }
 
-/* Logits of `rows` rows of ln_f from row `first` on -> m->logits (rows,VP). */
+/* Logits of `rows` rows of norm_f from row `first` on -> m->logits (rows,VP). */
 static void head_forward(Model* m, int first, int rows)
 {
     const Config* c = &m->config;
-    matmul_forward(m->logits, m->ln_f + (size_t)first * c->C, head_weight(m), nullptr, rows, c->C, c->VP,
+    matmul_forward(m->logits, m->norm_f + (size_t)first * c->C, head_weight(m), nullptr, rows, c->C, c->VP,
                    Layout::OUT_IN, m->zero->compute);
 }
 
 /* The head on chunks of rows, so that the logits of a batch never exist at once. losses (N); with `backward` also dnorm
- * = gradient of ln_f, and the head's weight gradient. dloss is the weight of one token in the step's loss. */
+ * = gradient of norm_f, and the head's weight gradient. dloss is the weight of one token in the step's loss,
+ * which the loss scale on the device multiplies. */
 static void head_loss(Model* m, int N, float dloss, bool backward)
 {
     const Config* c = &m->config;
@@ -369,51 +618,81 @@ static void head_loss(Model* m, int N, float dloss, bool backward)
     for (int first = 0; first < N; first += m->head_rows) {
         int rows = N - first < m->head_rows ? N - first : m->head_rows;
         head_forward(m, first, rows);
-        classifier(m->logits, m->losses + first, m->targets + first, rows, c->V, c->VP, dloss, backward, stream);
+        const double* loss_scale = &m->zero->state->loss_scale;
+        classifier(m->logits, m->losses + first, m->targets + first, rows, c->V, c->VP, dloss, loss_scale, backward,
+                   stream);
         if (!backward) continue;
         float* dweight = c->tied ? model_grad(m, unit_embed(c), WTE) : model_grad(m, unit_head(c), LM_HEAD);
         matmul_backward_input(m->dnorm + (size_t)first * c->C, m->logits, head_weight(m), rows, c->C, c->VP,
                               Layout::OUT_IN, false, stream);
-        matmul_backward_weight(dweight, nullptr, m->scratch, m->logits, m->ln_f + (size_t)first * c->C, rows, c->C,
+        matmul_backward_weight(dweight, nullptr, m->scratch, m->logits, m->norm_f + (size_t)first * c->C, rows, c->C,
                                c->VP, Layout::OUT_IN, stream);
     }
 }
 
 // -------------------------------------------------------------------------------------------------------- backward
+/* m->dresidual += gradient of the norm's input, from m->dnorm, that of its output. */
+static void norm_backward(const Model* m, int unit, int row, const floatX* inp, const float* means, const float* rstds,
+                          size_t first, int N)
+{
+    int C = m->config.C;
+    const float *mean = is_llama(m) ? nullptr : means + first, *rstd = rstds + first;
+    cudaStream_t stream = m->zero->compute;
+    const floatX* weight = model_param(m, unit, row);
+    float *dweight = model_grad(m, unit, row), *dbias = model_grad(m, unit, row + 1);
+    if (is_llama(m))
+        rmsnorm_backward(m->dresidual, dweight, m->scratch, m->dnorm, inp, weight, rstd, N, C, stream);
+    else
+        layernorm_backward(m->dresidual, dweight, dbias, m->scratch, m->dnorm, inp, weight, mean, rstd, N, C, stream);
+}
+
+/* dinp (N,IC) =, and the gradients of weight and bias +=, from dout (N,OC). */
+static void linear_backward(const Model* m, int unit, int row, floatX* dinp, const floatX* dout, const floatX* inp,
+                            int N, int IC, int OC)
+{
+    cudaStream_t stream = m->zero->compute;
+    matmul_backward_weight(model_grad(m, unit, row), model_grad(m, unit, row + 1), m->scratch, dout, inp, N, IC, OC,
+                           linear_layout(m), stream);
+    matmul_backward_input(dinp, dout, model_param(m, unit, row), N, IC, OC, linear_layout(m), false, stream);
+}
+
+/* As linear_backward where inp = gelu(pre): dpre (N,IC) =. */
+static void linear_gelu_backward(const Model* m, int unit, int row, floatX* dpre, const floatX* dout, const floatX* inp,
+                                 const floatX* pre, int N, int IC, int OC)
+{
+    cudaStream_t stream = m->zero->compute;
+    matmul_backward_weight(model_grad(m, unit, row), model_grad(m, unit, row + 1), m->scratch, dout, inp, N, IC, OC,
+                           linear_layout(m), stream);
+    matmul_backward_input_gelu(dpre, dout, model_param(m, unit, row), pre, N, IC, OC, linear_layout(m), m->config.gelu,
+                               stream);
+}
+
 /* Gradient through block `layer`: m->dresidual (N,C) goes in as the gradient of its output, and out as that of its
  * input. */
 static void block_backward(Model* m, int layer, int B, int T)
 {
     const Config* c = &m->config;
     cudaStream_t stream = m->zero->compute;
-    int N = B * T, C = c->C, F = c->F, unit = unit_block(c, layer);
+    int N = B * T, C = c->C, F = c->F, FC = fc_width(c), unit = unit_block(c, layer);
+    int Q = (int)config_dim(c, Dim::Q), QKV = (int)config_dim(c, Dim::QKV);
     size_t row = (size_t)layer * m->B * m->T;
-    float* scratch = m->scratch;
     // MLP
-    matmul_backward_weight(model_grad(m, unit, FCPROJ_WEIGHT), model_grad(m, unit, FCPROJ_BIAS), scratch, m->dresidual,
-                           m->fc_gelu + row * F, N, F, C, Layout::IN_OUT, stream);
-    matmul_backward_input_gelu(m->dfc, m->dresidual, model_param(m, unit, FCPROJ_WEIGHT), m->fc + row * F, N, F, C,
-                               Layout::IN_OUT, c->gelu, stream);
-    matmul_backward_weight(model_grad(m, unit, FC_WEIGHT), model_grad(m, unit, FC_BIAS), scratch, m->dfc,
-                           m->ln_2 + row * C, N, C, F, Layout::IN_OUT, stream);
-    matmul_backward_input(m->dnorm, m->dfc, model_param(m, unit, FC_WEIGHT), N, C, F, Layout::IN_OUT, false, stream);
-    layernorm_backward(m->dresidual, model_grad(m, unit, LN_2_WEIGHT), model_grad(m, unit, LN_2_BIAS), scratch,
-                       m->dnorm, m->residual_2 + row * C, model_param(m, unit, LN_2_WEIGHT), m->ln_2_mean + row,
-                       m->ln_2_rstd + row, N, C, stream);
+    const floatX *fc = m->fc + row * FC, *fc_act = m->fc_act + row * F;
+    if (is_llama(m)) {
+        linear_backward(m, unit, FCPROJ_WEIGHT, m->dfc_act, m->dresidual, fc_act, N, F, C);
+        swiglu_backward(m->dfc, m->dfc_act, fc, N, F, stream);
+    } else {
+        linear_gelu_backward(m, unit, FCPROJ_WEIGHT, m->dfc, m->dresidual, fc_act, fc, N, F, C);
+    }
+    linear_backward(m, unit, FC_WEIGHT, m->dnorm, m->dfc, m->norm_2 + row * C, N, C, FC);
+    norm_backward(m, unit, NORM_2_WEIGHT, m->residual_2 + row * C, m->norm_2_mean, m->norm_2_rstd, row, N);
     // attention
-    matmul_backward_weight(model_grad(m, unit, PROJ_WEIGHT), model_grad(m, unit, PROJ_BIAS), scratch, m->dresidual,
-                           m->att + row * C, N, C, C, Layout::IN_OUT, stream);
-    matmul_backward_input(m->dnorm, m->dresidual, model_param(m, unit, PROJ_WEIGHT), N, C, C, Layout::IN_OUT, false,
-                          stream);
-    attention_backward(m->dqkv, scratch, m->dnorm, m->att + row * C, m->att_lse + row * c->NH, m->qkv + row * 3 * C,
+    linear_backward(m, unit, PROJ_WEIGHT, m->dnorm, m->dresidual, m->att + row * Q, N, Q, C);
+    attention_backward(m->dqkv, m->scratch, m->dnorm, m->att + row * Q, m->att_lse + row * c->NH, m->qkv + row * QKV,
                        B, T, c->NH, c->NKV, c->HS, 1.0f / sqrtf((float)c->HS), stream);
-    matmul_backward_weight(model_grad(m, unit, QKV_WEIGHT), model_grad(m, unit, QKV_BIAS), scratch, m->dqkv,
-                           m->ln_1 + row * C, N, C, 3 * C, Layout::IN_OUT, stream);
-    matmul_backward_input(m->dnorm, m->dqkv, model_param(m, unit, QKV_WEIGHT), N, C, 3 * C, Layout::IN_OUT, false,
-                          stream);
-    layernorm_backward(m->dresidual, model_grad(m, unit, LN_1_WEIGHT), model_grad(m, unit, LN_1_BIAS), scratch,
-                       m->dnorm, m->residual + row * C, model_param(m, unit, LN_1_WEIGHT), m->ln_1_mean + row,
-                       m->ln_1_rstd + row, N, C, stream);
+    if (is_llama(m)) rope_backward(m->dqkv, m->rope, nullptr, N, T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
+    linear_backward(m, unit, QKV_WEIGHT, m->dnorm, m->dqkv, m->norm_1 + row * C, N, C, QKV);
+    norm_backward(m, unit, NORM_1_WEIGHT, m->residual + row * C, m->norm_1_mean, m->norm_1_rstd, row, N);
 }
 
 /* One micro-step: m->tokens, m->targets (B,T) -> gradients added, step sums added. Sends what the stage sends. */
@@ -427,12 +706,11 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     head_loss(m, N, dloss, true);
     loss_accumulate(z->step_sums + NUM_TOKS, m->losses, m->targets, N, stream);
     CUDA_CHECK(cudaMemsetAsync(m->dresidual, 0, (size_t)N * c->C * sizeof(floatX), stream));
-    layernorm_backward(m->dresidual, model_grad(m, head, LN_F_WEIGHT), model_grad(m, head, LN_F_BIAS), m->scratch,
-                       m->dnorm, m->residual_f, model_param(m, head, LN_F_WEIGHT), m->ln_f_mean, m->ln_f_rstd, N, c->C,
-                       stream);
+    norm_backward(m, head, NORM_F_WEIGHT, m->residual_f, m->norm_f_mean, m->norm_f_rstd, 0, N);
     zero_gradient_end(z, head, micro, num_micro);
     for (int layer = c->L - 1; layer >= 0; layer--) {
         int unit = unit_block(c, layer);
+        zero_params_begin(z, unit, -1);
         zero_gradient_begin(z, unit);
         block_backward(m, layer, B, T);
         zero_gradient_end(z, unit, micro, num_micro);

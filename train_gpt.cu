@@ -23,7 +23,18 @@
 #ifdef DEVICE_CUDA
 #define DEFAULT_MODEL "gpt2"
 #else
-#define DEFAULT_MODEL "d4"
+#define DEFAULT_MODEL "d3"   // the one scripts/quickstart.sh trains
+#endif
+
+void run_all_fp32(const Flags* f, Comm* comm, int argc, char** argv);   // one in each object
+void run_all_bf16(const Flags* f, Comm* comm, int argc, char** argv);
+void run_all_fp16(const Flags* f, Comm* comm, int argc, char** argv);
+#if defined(PREC_BF16)
+#define RUN_ALL run_all_bf16
+#elif defined(PREC_FP16)
+#define RUN_ALL run_all_fp16
+#else
+#define RUN_ALL run_all_fp32
 #endif
 
 enum { STEPS_IN_FLIGHT = 2 };      // the host enqueues step s + 1 before it reads the result of step s
@@ -48,9 +59,13 @@ typedef struct Run {
     int *h_tokens[2], *h_targets[2];   // (B,T) pinned, one read while the other is copied
     cudaEvent_t batch_copied[2];
     cudaEvent_t step_begun[STEPS_IN_FLIGHT], step_ended[STEPS_IN_FLIGHT];   // on the compute stream, timed
+    size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
+    bool seen_skip;                // the newest result seen is a skipped step: see each before the next is begun
     double mean_step_s;
     bool on_terminal, bar_drawn;
 } Run;
+
+static bool is_fp16(void) { return strcmp(FLOATX_NAME, "fp16") == 0; }
 
 #define SAY(...) do { if (run->comm.rank == 0) { printf(__VA_ARGS__); fflush(stdout); } } while (0)
 
@@ -87,7 +102,7 @@ static void choose_model(Run* run, const char* name, int data_V)
     char path[4096];
     if (config_preset(c, name, data_V, (int)run->flags->seq_len)) return;
     ENSURE(path_exists(name, "config.json", path),
-           "-m %s is neither a preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48) nor a folder with config.json",
+           "-m %s is neither a preset (" PRESETS ") nor a folder with config.json",
            name);
     config_read(c, path);
 }
@@ -187,8 +202,17 @@ static StepConfig step_config(const Run* run)
     c.beta1 = f->beta1;
     c.beta2 = f->beta2;
     c.nominal_toks = (double)run->global_batch * run->T;
-    c.min_loss_scale = 1;
+    c.dynamic_loss_scale = is_fp16() && f->loss_scale == 0;
+    c.min_loss_scale = f->min_loss_scale;
+    c.loss_scale_window = (int)f->loss_scale_window;
+    c.hysteresis = (int)f->hysteresis;
+    c.consecutive_hysteresis = f->consecutive_hysteresis;
     return c;
+}
+
+static double first_loss_scale(const Flags* f)
+{
+    return !is_fp16() ? 1 : f->loss_scale > 0 ? f->loss_scale : exp2((double)f->initial_scale_power);
 }
 
 /* Resident memory of this process now, in bytes. */
@@ -202,21 +226,10 @@ static size_t resident_bytes(void)
     return got == 2 ? resident_pages * (size_t)sysconf(_SC_PAGESIZE) : 0;
 }
 
-/* Wire bytes per optimizer step and rank that the stage needs, by the same arithmetic as the collectives. */
 static size_t wire_bytes_per_step(const Run* run)
 {
-    const Shard* s = &run->model.shard;
-    const Comm* c = &run->comm;
-    size_t bytes = comm_all_reduce_bytes(c, NUM_STEP_SUMS, sizeof(double));
-    for (int u = 0; u < s->num_units; u++) {
-        size_t slice = s->units[u].range.count / c->num_ranks;
-        size_t num_reductions = run->flags->zero == 2 && !run->model.resident[u] ? run->G : 1;
-        if (run->flags->zero == 0) bytes += comm_all_reduce_bytes(c, s->units[u].range.count, sizeof(float));
-        else
-            bytes += num_reductions * comm_scatter_bytes(c, slice, sizeof(float)) +
-                     comm_scatter_bytes(c, slice, sizeof(floatX));
-    }
-    return bytes;
+    WireBytes bytes = zero_wire_bytes(&run->zero);
+    return bytes.gradients + bytes.parameters + bytes.sums;
 }
 
 static void print_start(Run* run, const char* model_name)
@@ -231,9 +244,9 @@ static void print_start(Run* run, const char* model_name)
     SAY("\nflags  ");
     for (const FlagRow& row : flag_rows)
         if (f->given[&row - flag_rows]) SAY(" --%s=%s", row.name, flag_value(f, &row, buf));
-    SAY("\nmodel   %s%s: L %d, C %d, NH %d, F %d, V %d (padded to %d), context %d | %.2fM parameters\n", model_name,
-        f->model[0] ? "" : " (the default of this build; -m takes another)", c->L, c->C, c->NH, c->F, c->V, c->VP,
-        c->context, run->model.shard.num_params * 1e-6);
+    SAY("\nmodel   %s%s: %s, L %d, C %d, NH %d, NKV %d, HS %d, F %d, V %d (padded to %d), context %d | %.2fM parameters\n",
+        model_name, f->model[0] ? "" : " (the default of this build; -m takes another)", c->model_type, c->L, c->C,
+        c->NH, c->NKV, c->HS, c->F, c->V, c->VP, c->context, run->model.shard.num_params * 1e-6);
     SAY("data    %s: %zu tokens in %zu shard%s, %zu windows of %d, %zu tokens of tails left out\n", f->data,
         run->train_set.num_toks, run->train_set.num_files, run->train_set.num_files > 1 ? "s" : "",
         run->train->num_windows, run->T, run->train->num_tail_toks);
@@ -243,8 +256,10 @@ static void print_start(Run* run, const char* model_name)
     SAY("steps   %zu = %.2f epochs | lr %.3g %s to %.3g, warm-up %zu steps | seed %lld\n", run->num_steps,
         (double)run->num_steps * run->global_batch / run->train->num_windows, run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
-    SAY("ZeRO    stage %lld: %.2f MiB sent per step and rank\n", (long long)f->zero,
-        wire_bytes_per_step(run) / 1048576.0);
+    WireBytes wire = zero_wire_bytes(&run->zero);
+    SAY("ZeRO    stage %lld: %.2f MiB sent per step and rank: gradients %.2f, parameters %.2f | %s\n",
+        (long long)f->zero, wire_bytes_per_step(run) / 1048576.0, wire.gradients / 1048576.0,
+        wire.parameters / 1048576.0, f->overlap ? "overlapped" : "not overlapped");
     if (run->comm.rank == 0) plan_print(&run->plan, stdout);
     double flops = model_flops_per_token(c, run->T) * run->B * run->G * run->T;
     if (run->device.peak_flops > 0)
@@ -263,7 +278,10 @@ static void plan_run(Run* run, bool training)
     for (int u = 0; u < m->shard.num_units; u++)
         m->resident[u] = u == unit_embed(&m->config) || u == unit_head(&m->config);
     m->zero = &run->zero;
-    zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, (int)run->flags->zero, m->resident, run->G);
+    const Flags* f = run->flags;
+    ZeroConfig zero = {(int)f->zero, m->resident, run->G, training, f->overlap != 0, (size_t)f->persist_below,
+                       (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
+    zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
     model_plan(m, &run->plan, run->B, run->T, training);
     for (int k = 0; k < 2; k++) {
         plan_add(&run->plan, "batches", Place::HOST, &run->h_tokens[k], (size_t)run->B * run->T);
@@ -293,6 +311,7 @@ static void print_step(Run* run, const StepState* s, size_t step, double took_s)
     log_real(&run->log, "tok_per_s", toks_per_s);
     log_int(&run->log, "tokens", (long long)s->num_toks);
     log_int(&run->log, "skipped", s->skip == Skip::NONFINITE);
+    if (is_fp16()) log_real(&run->log, "loss_scale", s->used_loss_scale);
     if (run->comm.rank != 0) return;
     if (step % f->log_every != 0 && step != run->num_steps) return;
     char loss[32] = "n/a", eta[32];
@@ -308,6 +327,7 @@ static void print_step(Run* run, const StepState* s, size_t step, double took_s)
     else if (toks_per_s >= 1e4) printf("%.1fk tok/s", toks_per_s * 1e-3);
     else printf("%.0f tok/s", toks_per_s);
     if (peak_share > 0) printf(" | %.1f%% peak", 100 * peak_share);
+    if (is_fp16()) printf(" | scale %g", s->used_loss_scale);
     printf(" | %.2f GiB | eta %s%s\n", plan_bytes(&run->plan, Place::DEVICE) / 1073741824.0, eta,
            s->skip == Skip::NONFINITE ? " | SKIPPED: a gradient is Inf or NaN"
            : s->skip == Skip::NO_TOKS ? " | no token counted: nothing changed"
@@ -357,6 +377,7 @@ static void train_step(Run* run)
 {
     int slot = (int)(run->step % STEPS_IN_FLIGHT);
     CUDA_CHECK(cudaEventRecord(run->step_begun[slot], run->zero.compute));
+    size_t asked_before = run->comm.asked_bytes;
     zero_step_begin(&run->zero);
     float dloss = (float)(1.0 / run->config.nominal_toks);
     for (int micro = 0; micro < run->G; micro++) {
@@ -367,7 +388,21 @@ static void train_step(Run* run)
     const Flags* f = run->flags;
     AdamwConfig adamw = {(float)f->beta1, (float)f->beta2, (float)f->eps, (float)f->weight_decay};
     zero_step_end(&run->zero, run->config, adamw, slot);
+    run->step_asked_bytes += run->comm.asked_bytes - asked_before;
     CUDA_CHECK(cudaEventRecord(run->step_ended[slot], run->zero.compute));
+}
+
+/* Every rank comes here at the same step. */
+[[noreturn]] static void stop_at_nonfinite(Run* run, const StepState* s, size_t step)
+{
+    int t = zero_first_nonfinite(&run->zero);
+    char found[160] = "";
+    if (t >= 0)
+        snprintf(found, sizeof found, "; the first tensor with an Inf or NaN%s is %s",
+                 step < run->step ? ", in the step after," : "", run->model.shard.tensors[t].name);
+    die("step %zu: the gradient is not finite, %s%s (loss %g): lower -l, or look at the data; "
+        "the last checkpoint is as it was",
+        step, s->loss_scale_exhausted ? "at the smallest loss scale" : "10 times in a row", found, s->loss);
 }
 
 /* Waits for the result of step `step` (counted from 1), prints and logs it, stops when numbers have gone wrong for
@@ -382,10 +417,9 @@ static void finish_step(Run* run, size_t step, const char* hash)
     print_step(run, s, step, took_ms * 1e-3);
     if (hash != nullptr) log_text(&run->log, "state_hash", hash);
     log_end(&run->log);
-    ENSURE(s->num_skipped_in_a_row < 10,
-           "step %zu: the gradient was not finite %llu times in a row (loss %g): lower -l, or look at the data; "
-           "the last checkpoint is as it was",
-           step, (unsigned long long)s->num_skipped_in_a_row, s->loss);
+    run->seen_skip = s->skip == Skip::NONFINITE;
+    if (s->loss_scale_exhausted || (s->num_skipped_in_a_row >= 10 && !run->config.dynamic_loss_scale))
+        stop_at_nonfinite(run, s, step);
 }
 
 typedef struct { double loss; double num_tokens; } EvalResult;
@@ -419,7 +453,9 @@ static void evaluate_and_say(Run* run)
     double bits = 0;
     if (run->val_set.text_bytes > 0)
         bits = r.loss / M_LN2 * (double)run->val_set.num_toks / (double)run->val_set.text_bytes;
-    SAY("val  %zu/%zu | loss %.6f | perplexity %.3f per token, %.0f tokens", run->step, run->num_steps, r.loss,
+    if (run->flags->eval) SAY("val | ");
+    else SAY("val  %zu/%zu | ", run->step, run->num_steps);
+    SAY("loss %.6f | perplexity %.3f per token, %.0f tokens", r.loss,
         exp(r.loss), r.num_tokens);
     if (bits > 0) SAY(" | %.4f bits per byte", bits);
     if (run->val_set.num_words > 0)
@@ -459,6 +495,10 @@ static void save(Run* run)
     const StepState* last = &run->zero.h_state[(run->step - 1) % STEPS_IN_FLIGHT]; // settled: a save waits for its step
     state.num_applied = last->num_applied;
     state.num_skipped = last->num_skipped;
+    state.has_loss_scale = is_fp16();
+    state.loss_scale = last->loss_scale;
+    state.num_good_steps = last->num_good_steps;
+    state.hysteresis_left = last->hysteresis_left;
     checkpoint_save(&run->zero, run->flags->out, &state, write_small_files, run, path);
     SAY("saved %s in %.2f s\n", path, now_s() - start);
 }
@@ -475,7 +515,7 @@ static void train(Run* run)
         bool saves = f->out[0] && (last || (f->save_every > 0 && step % f->save_every == 0));
         bool evals = last || (f->eval_every > 0 && step % f->eval_every == 0);
         bool hashes = last || saves || (f->hash_every > 0 && step % f->hash_every == 0);
-        size_t settled = evals || hashes ? step : step - 1;   // else the newest result is left for the next round
+        size_t settled = evals || hashes || run->seen_skip ? step : step - 1;   // else the newest is left for next time
         char hash[32] = "";
         if (hashes) snprintf(hash, sizeof hash, "%016llx", zero_state_hash(&run->zero));
         for (; unread <= settled; unread++) finish_step(run, unread, hashes && unread == step ? hash : nullptr);
@@ -484,8 +524,8 @@ static void train(Run* run)
         if (saves) save(run);
     }
     if (run->comm.num_ranks > 1 && run->step > 0)
-        SAY("sent    %zu bytes by rank 0 in all, asked for %zu; %zu a step as planned\n", comm_sent_so_far(&run->comm),
-            run->comm.asked_bytes, wire_bytes_per_step(run));
+        SAY("sent    %zu bytes by rank 0, asked for %zu; %zu in steps, %zu a step as planned\n",
+            comm_sent_so_far(&run->comm), run->comm.asked_bytes, run->step_asked_bytes, wire_bytes_per_step(run));
 }
 
 // --------------------------------------------------------------------------------------------------- weights, modes
@@ -495,21 +535,28 @@ static void weights_init(Run* run)
     float* bounce = run->zero.bounce;
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
-        for (size_t done = 0; done < tensor_elems(t); ) {
-            size_t n = tensor_elems(t) - done < BOUNCE_ELEMS ? tensor_elems(t) - done : BOUNCE_ELEMS;
-            tensor_init(bounce, t, done, n, (uint64_t)run->flags->seed);
-            params_from_host(&run->zero, t->first + done, bounce, n);
+        Range part = tensor_part(t, zero_owned(&run->zero, t->unit));
+        for (size_t done = 0; done < part.count; ) {
+            size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
+            tensor_init(bounce, t, part.first - t->first + done, n, (uint64_t)run->flags->seed);
+            weights_from_host(&run->zero, t->unit, part.first + done, bounce, n);
             done += n;
         }
     }
+    zero_params_loaded(&run->zero);
 }
 
 static void resume(Run* run, const char* folder)
 {
     RunState state = checkpoint_load_state(&run->zero, folder);
-    StepState device_state = step_state_init(run->config, 1.0);
+    StepState device_state = step_state_init(run->config, first_loss_scale(run->flags));
     device_state.num_applied = state.num_applied;
     device_state.num_skipped = state.num_skipped;
+    if (run->config.dynamic_loss_scale && state.has_loss_scale) {
+        device_state.loss_scale = state.loss_scale;
+        device_state.num_good_steps = state.num_good_steps;
+        device_state.hysteresis_left = state.hysteresis_left;
+    }
     CUDA_CHECK(cudaMemcpy(run->zero.state, &device_state, sizeof device_state, cudaMemcpyHostToDevice));
     run->step = state.step;
     ENSURE(state.seq_len == (size_t)run->T,
@@ -531,11 +578,12 @@ static void resume(Run* run, const char* folder)
         SAY("        the global batch is %zu, was %zu\n", run->global_batch, state.global_batch);
 }
 
-/* Text from the model on rank 0; the others wait. Without a tokenizer nothing, or a refusal if it was asked for. */
+/* Text from the model on rank 0; the others wait, or at stage 3 take part. Without a tokenizer nothing, or a refusal if
+ * it was asked for. */
 static void say_sample(Run* run, const char* prompt)
 {
     const Flags* f = run->flags;
-    if (run->comm.rank == 0 && run->tokenizer_path[0]) {
+    if ((run->comm.rank == 0 || f->zero == 3) && run->tokenizer_path[0]) {
         GenerateConfig config = {(int)f->sample_tokens, (int)f->top_k, f->temperature, (uint64_t)f->seed};
         Tokenizer* tokenizer = tokenizer_open(run->tokenizer_path);
         if (prompt != nullptr) {
@@ -544,7 +592,8 @@ static void say_sample(Run* run, const char* prompt)
             int num_ids = run->T < 16 ? run->T : 16;   // of the first validation window, which is rank 0's
             loader_seek(run->val, 0);
             loader_next(run->val, run->h_tokens[0], run->h_targets[0]);
-            printf("sample  after the first %d tokens of the validation text:\n", num_ids);
+            if (f->zero == 3) comm_broadcast_host(&run->comm, run->h_tokens[0], num_ids * sizeof(int));
+            SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
             generate_from_ids(&run->model, tokenizer, run->h_tokens[0], num_ids, config);
         }
         tokenizer_close(tokenizer);
@@ -584,8 +633,11 @@ static uint64_t run_hash(const Run* run, int argc, char** argv)
 
 static void refuse_what_is_not_there(const Flags* f)
 {
-    if (f->zero == 3) die_usage("-z 3 (sharded parameters) is not there yet: use -z 2");
-    if (strcmp(f->precision, "fp32") != 0) die_usage("-p %s is not there yet: training runs in fp32", f->precision);
+    char name[64];
+    if (strcmp(f->precision, "fp16") != 0)
+        for (FlagIdx idx : {FLAG_loss_scale, FLAG_initial_scale_power, FLAG_loss_scale_window, FLAG_hysteresis,
+                            FLAG_min_loss_scale, FLAG_consecutive_hysteresis})
+            if (f->given[idx]) die_usage("%s is for -p fp16: leave it out", flag_long_name(&flag_rows[idx], name));
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
     if (f->given[FLAG_epochs] && f->given[FLAG_steps])
         die_usage("-n and --epochs both say where the run ends: give one");
@@ -623,6 +675,7 @@ static void run_allocate(Run* run, const char* model_name, const char* resume_pa
 {
     plan_allocate(&run->plan);
     zero_start(&run->zero);
+    model_start(&run->model);
     for (int k = 0; k < 2; k++) CUDA_CHECK(cudaEventCreateWithFlags(&run->batch_copied[k], cudaEventDisableTiming));
     for (int k = 0; k < STEPS_IN_FLIGHT; k++) {
         CUDA_CHECK(cudaEventCreate(&run->step_begun[k]));
@@ -632,7 +685,7 @@ static void run_allocate(Run* run, const char* model_name, const char* resume_pa
     if (resume_path[0]) weights_load(&run->zero, resume_path, c->tied);
     else if (c->hf_text != nullptr && !run->flags->from_scratch) weights_load(&run->zero, model_name, c->tied);
     else weights_init(run);
-    StepState state = step_state_init(run->config, 1.0);
+    StepState state = step_state_init(run->config, first_loss_scale(run->flags));
     CUDA_CHECK(cudaMemcpy(run->zero.state, &state, sizeof state, cudaMemcpyHostToDevice));
 }
 
@@ -654,7 +707,7 @@ static void run_free(Run* run)
 }
 
 /* A run from its flags to its end, in this file's precision. */
-static void run_all(const Flags* f, Comm* comm, int argc, char** argv)
+void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
 {
     Run run_ = {}, *run = &run_;
     run->flags = f;
@@ -701,12 +754,37 @@ static void print_version(void)
     );
 }
 
+/* The precisions that this binary holds: Makefile's PREC. */
+static const struct { const char* name; decltype(run_all_fp32)* run_all; } precisions[] = {
+#ifdef HAVE_FP32
+    {"fp32", run_all_fp32},
+#endif
+#ifdef HAVE_BF16
+    {"bf16", run_all_bf16},
+#endif
+#ifdef HAVE_FP16
+    {"fp16", run_all_fp16},
+#endif
+};
+
+static decltype(run_all_fp32)* precision_find(const char* name)
+{
+    char have[32] = "";
+    for (const auto& p : precisions) {
+        if (strcmp(p.name, name) == 0) return p.run_all;
+        snprintf(have + strlen(have), sizeof have - strlen(have), " %s", p.name);
+    }
+    die_usage("-p %s is not in this binary, have%s: the CPU build computes in fp32; others are built with make PREC=%s",
+              name, have, name);
+}
+
 int main(int argc, char** argv)
 {
     Flags flags;
     Comm comm;
     die_rank = comm_launcher_rank();
     flags_parse(&flags, argc, argv);
+    auto run_all = precision_find(flags.precision);
     refuse_what_is_not_there(&flags);
     if (flags.help || flags.version) {
         if (die_rank == 0 && flags.help) flags_help(stdout);

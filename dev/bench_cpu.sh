@@ -15,14 +15,14 @@ import init, util
 util.shard_write(pathlib.Path(sys.argv[1]) / "data" / "train_000000.bin", init.tokens(100000, 50257, 1), 50257)
 END
 
-# bench_floor B T: prints "floor MS ms" for one step of GPT-2 124M.
-floor_ms() { build/cpu/bench_floor "$1" "$2" | tee /dev/stderr | awk '/^floor/ { ms = $2 } END { print ms }'; }
+# Milliseconds of the floor of one step of GPT-2 124M at B, T: bench_floor's last line ends with it.
+floor_ms() { build/cpu/bench_floor 12 768 12 "$2" "$1" 50304 | tee /dev/stderr | awk 'END { print $NF }'; }
 
 for shape in "4 64" "1 1024"; do
     read -r B T <<< "$shape"
     build/cpu/train_gpt -m gpt2 -d "$folder/data" -b "$B" -t "$T" -n "$steps" --sample-tokens 0 > "$folder/log"
     floor=$(floor_ms "$B" "$T")
-    grep '^step' "$folder/log" | tail -n +2 | sed 's/.*| \([0-9]*\) ms .*/\1/' | sort -n |
+    grep '^step [0-9]' "$folder/log" | tail -n +2 | sed 's/.*| \([0-9]*\) ms .*/\1/' | sort -n |
         awk -v B="$B" -v T="$T" -v floor="$floor" '
         { ms[NR] = $1 }
         END {

@@ -73,6 +73,38 @@ def gpt2_weights(config, seed):
     return weights
 
 
+def llama_shapes(config):
+    """{name: shape} of a LLaMA, Mistral or Qwen2 in the order of train_gpt's table: weights are (out, in)."""
+    V, C, F, L = (config[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"))
+    NH = config["num_attention_heads"]
+    NKV, HS = config.get("num_key_value_heads", NH), config.get("head_dim", C // NH)
+    qwen2 = config["model_type"] == "qwen2"
+    shapes = {"model.embed_tokens.weight": (V, C)}
+    for l in range(L):
+        linears = {"self_attn.q_proj": (NH * HS, C), "self_attn.k_proj": (NKV * HS, C), "self_attn.v_proj": (NKV * HS, C),
+                   "self_attn.o_proj": (C, NH * HS), "mlp.gate_proj": (F, C), "mlp.up_proj": (F, C),
+                   "mlp.down_proj": (C, F)}
+        block = {"input_layernorm.weight": (C,), "post_attention_layernorm.weight": (C,)}
+        for name, shape in linears.items():
+            block[name + ".weight"] = shape
+            if config.get("mlp_bias" if name.startswith("mlp") else "attention_bias") or (qwen2 and name[-6] in "qkv"):
+                block[name + ".bias"] = shape[:1]
+        shapes.update({f"model.layers.{l}.{name}": shape for name, shape in block.items()})
+    shapes["model.norm.weight"] = (C,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (V, C)
+    return shapes
+
+
+def random_weights(shapes, seed, std):
+    """Weights that hide nothing from a test: large, norms and biases random too."""
+    weights = {name: normal(name, shape, std, seed) for name, shape in shapes.items()}
+    for name in weights:
+        if name.endswith("weight") and len(weights[name].shape) == 1:
+            weights[name] += np.float32(1)
+    return weights
+
+
 GPT2_124M = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 50257, "n_positions": 1024,
              "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None, "activation_function": "gelu_new",
              "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}

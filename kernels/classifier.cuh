@@ -1,8 +1,8 @@
 /* classifier.cuh: softmax, cross-entropy and its gradient in one visit; the gradient replaces the logits.
  *   loss_n   = log(sum_v exp(z_nv - m_n)) + m_n - z_n,target      m_n = max_v z_nv, over the V real columns
- *   dlogits  = dloss * (softmax(z) - onehot(target))              columns V..VP-1 are out of the softmax: gradient 0
+ *   dlogits  = dloss * loss_scale * (softmax(z) - onehot(target))    columns V..VP-1 are out of the softmax: gradient 0
  *   a row whose target is negative is not counted: loss 0, gradient 0
- * shapes  logits (rows,VP) floatX; losses (rows) fp32; targets (rows) int
+ * shapes  logits (rows,VP) floatX; losses (rows) fp32; targets (rows) int; loss_scale (1) double on the device, null: 1
  * writes  losses =; logits = dlogits when backward, else untouched
  * needs   1 <= V <= VP, VP % 64 == 0, targets < V
  * exact   fixed reduction order: same bits on every run and for any number of CPU threads. Sums over V run in fp32 over
@@ -121,7 +121,8 @@ template <int W> DEV void classifier_load(float (&x)[W], const floatX* z, int v,
 
 /* A block a row. Pass one: each thread's running maximum and sum relative to it. Pass two: the gradient. */
 template <int W> static __global__ void __launch_bounds__(CLASSIFIER_MAX_BLOCK)
-classifier_kernel(floatX* logits, float* losses, const int* targets, int V, int VP, float dloss, bool backward)
+classifier_kernel(floatX* logits, float* losses, const int* targets, int V, int VP, float dloss,
+                  const double* loss_scale, bool backward)
 {
     SHARED(float, partial_max, [32]);
     SHARED(double, partial_sum, [32]);
@@ -152,6 +153,7 @@ classifier_kernel(floatX* logits, float* losses, const int* targets, int V, int 
     const double row_sum = block_sum((double)(sum * __expf(m - row_max)), partial_sum);
     if (threadIdx.x == 0) losses[blockIdx.x] = (float)(log(row_sum) + (double)row_max - (double)z_target);
     if (!backward) return;
+    if (loss_scale != nullptr) dloss *= (float)*loss_scale;
     const float scale = (float)((double)dloss / row_sum);
     for (int v = first; v < VP; v += stride) {
         classifier_load(x, z, v, V);
@@ -170,18 +172,19 @@ static unsigned classifier_block(int VP, int width)
 #endif
 
 static void classifier(floatX* logits, float* losses, const int* targets, int rows, int V, int VP, float dloss,
-                       bool backward, cudaStream_t stream)
+                       const double* loss_scale, bool backward, cudaStream_t stream)
 {
     ENSURE(1 <= V && V <= VP && VP % 64 == 0, "vocabulary of %d, padded to %d: the padded one must be a multiple of 64",
            V, VP);
-    ON_CPU(classifier_cpu(logits, losses, targets, rows, V, VP, dloss, backward));
+    ON_CPU(classifier_cpu(logits, losses, targets, rows, V, VP, loss_scale ? dloss * (float)*loss_scale : dloss,
+                          backward));
 #ifndef DEVICE_CPU
     if (is_vec(logits, VP))
         LAUNCH((classifier_kernel<VEC>), rows, classifier_block(VP, VEC), 0, stream, logits, losses, targets, V, VP,
-               dloss, backward);
+               dloss, loss_scale, backward);
     else
         LAUNCH((classifier_kernel<1>), rows, classifier_block(VP, 1), 0, stream, logits, losses, targets, V, VP, dloss,
-               backward);
+               loss_scale, backward);
     CUDA_CHECK(cudaGetLastError());
 #endif
 }
@@ -230,7 +233,7 @@ static void classifier_forward_test(OpRun* run)
     OpInts targets = classifier_test_targets(run, rows, V);
     OpTensor<float> losses = op_output<float>(run, "losses", rows);
     OP_RUN(run, 1.0 * rows * VP * sizeof(floatX), 0,
-           classifier(logits.dev, losses.dev, targets.dev, rows, V, VP, 1.0f, false, 0));
+           classifier(logits.dev, losses.dev, targets.dev, rows, V, VP, 1.0f, nullptr, false, 0));
     classifier_forward_ref(losses.f64, logits.f64, targets.h, rows, V, VP);
     classifier_forward_ref(losses.f32, logits.f32, targets.h, rows, V, VP);
     op_check_step(run, losses, 1.0);
@@ -241,15 +244,17 @@ static void classifier_test(OpRun* run)
     const int rows = run->dims[0], V = run->dims[1], VP = (int)round_up(V, 64);
     const size_t n = (size_t)rows * VP;
     const float dloss = 0.25f;
+    const double scale = run->dims[2] != 0 ? run->dims[2] : 1;
+    const double* loss_scale = (const double*)op_bytes(run, "loss_scale", OpKind::INPUT, &scale, sizeof scale);
     OpTensor<floatX> logits = op_inout<floatX>(run, "logits", n, 30.0, 4.0);
     OpInts targets = classifier_test_targets(run, rows, V);
     OpTensor<float> losses = op_output<float>(run, "losses", rows);
     OP_RUN(run, 2.0 * n * sizeof(floatX), 0,
-           classifier(logits.dev, losses.dev, targets.dev, rows, V, VP, dloss, true, 0));
+           classifier(logits.dev, losses.dev, targets.dev, rows, V, VP, dloss, loss_scale, true, 0));
     classifier_forward_ref(losses.f64, logits.f64, targets.h, rows, V, VP);
     classifier_forward_ref(losses.f32, logits.f32, targets.h, rows, V, VP);
-    classifier_backward_ref(logits.f64, logits.f64, targets.h, rows, V, VP, (double)dloss);
-    classifier_backward_ref(logits.f32, logits.f32, targets.h, rows, V, VP, dloss);
+    classifier_backward_ref(logits.f64, logits.f64, targets.h, rows, V, VP, dloss * scale);
+    classifier_backward_ref(logits.f32, logits.f32, targets.h, rows, V, VP, dloss * (float)scale);
     op_check_step(run, losses, 1.0);
     op_check(run, logits);
 }
@@ -274,6 +279,7 @@ static const OpTest classifier_tests[] = {
     {"classifier_forward", classifier_forward_test, {256, 50257}, OpWhen::LARGE},
     {"classifier", classifier_test, {1, 5}, OpWhen::ALWAYS},
     {"classifier", classifier_test, {33, 64}, OpWhen::ALWAYS},
+    {"classifier", classifier_test, {3, 100, 1024}, OpWhen::ALWAYS},
     {"classifier", classifier_test, {9, 1031}, OpWhen::ALWAYS},
     {"classifier", classifier_test, {2, 50257}, OpWhen::ALWAYS},
     {"classifier", classifier_test, {128, 50257}, OpWhen::LARGE},

@@ -1,4 +1,4 @@
-/* embedding.cuh: token rows plus position rows, and the way back.
+/* embedding.cuh: token rows plus position rows, and the way back. Without positions wpe and dwpe are null.
  *   out[b,t] = wte[tokens[b,t]] + wpe[t]
  *   dwte[v] += sum of dout[b,t] over the places where tokens[b,t] == v       dwpe[t] += sum_b(dout[b,t])
  * shapes  out dout (B,T,C) floatX; tokens (B,T) int; wte (V,C) wpe (T,C) floatX; dwte (V,C) dwpe (T,C) fp32
@@ -21,6 +21,10 @@ static void embedding_forward_cpu(floatX* out, const int* tokens, const floatX* 
     for (int n = 0; n < B * T; n++) {
         floatX* row = out + (size_t)n * C;
         const floatX* token_row = wte + (size_t)tokens[n] * C;
+        if (wpe == nullptr) {
+            memcpy((void*)row, token_row, (size_t)C * sizeof(floatX));
+            continue;
+        }
         const floatX* position_row = wpe + (size_t)(n % T) * C;
         #pragma omp simd
         for (int c = 0; c < C; c++) store_f(row + c, load_f(token_row[c]) + load_f(position_row[c]));
@@ -40,10 +44,10 @@ static void embedding_backward_cpu(float* dwte, float* dwpe, const floatX* dout,
                 const size_t n = (size_t)b * T + t;
                 float* token_row = dwte + (size_t)tokens[n] * C;
                 #pragma omp simd
-                for (int c = first; c < end; c++) {
-                    token_row[c] += load_f(dout[n * C + c]);
-                    dwpe[(size_t)t * C + c] += load_f(dout[n * C + c]);
-                }
+                for (int c = first; c < end; c++) token_row[c] += load_f(dout[n * C + c]);
+                if (dwpe == nullptr) continue;
+                #pragma omp simd
+                for (int c = first; c < end; c++) dwpe[(size_t)t * C + c] += load_f(dout[n * C + c]);
             }
         }
     }
@@ -62,9 +66,9 @@ embedding_forward_kernel(floatX* out, const int* tokens, const floatX* wte, cons
 {
     const size_t n = blockIdx.x, t = n % (size_t)T, token = (size_t)tokens[n];
     for (int c = threadIdx.x * W; c < C; c += blockDim.x * W) {
-        float x[W], position[W];
+        float x[W], position[W] = {};
         load_vec(x, wte + token * C + c);
-        load_vec(position, wpe + t * C + c);
+        if (wpe != nullptr) load_vec(position, wpe + t * C + c);
 #pragma unroll
         for (int k = 0; k < W; k++) x[k] += position[k];
         store_vec(out + n * C + c, x);
@@ -150,7 +154,8 @@ static unsigned embedding_block(int C, int width)
 template <int W> static void embedding_backward_launch(float* dwte, float* dwpe, const floatX* dout, const int* tokens,
                                                        int B, int T, int C, cudaStream_t stream)
 {
-    LAUNCH((embedding_backward_wpe_kernel<W>), T, embedding_block(C, W), 0, stream, dwpe, dout, B, T, C);
+    if (dwpe != nullptr)
+        LAUNCH((embedding_backward_wpe_kernel<W>), T, embedding_block(C, W), 0, stream, dwpe, dout, B, T, C);
     CUDA_CHECK(cudaGetLastError());
     const dim3 grid(B * T, (unsigned)ceil_div(C, EMBEDDING_BLOCK * W));
     LAUNCH((embedding_backward_wte_kernel<W>), grid, EMBEDDING_BLOCK, 0, stream, dwte, dout, tokens, B * T, C);
@@ -192,7 +197,8 @@ template <class R> static void embedding_forward_ref(R* out, const int* tokens, 
     for (int b = 0; b < B; b++)
         for (int t = 0; t < T; t++)
             for (int c = 0; c < C; c++)
-                out[((size_t)b * T + t) * C + c] = wte[(size_t)tokens[b * T + t] * C + c] + wpe[(size_t)t * C + c];
+                out[((size_t)b * T + t) * C + c] = wte[(size_t)tokens[b * T + t] * C + c]
+                                                   + (wpe ? wpe[(size_t)t * C + c] : 0);
 }
 
 template <class R> static void embedding_backward_ref(R* dwte, R* dwpe, const R* dout, const int* tokens, int B, int T,
@@ -202,7 +208,7 @@ template <class R> static void embedding_backward_ref(R* dwte, R* dwpe, const R*
         for (int t = 0; t < T; t++) {
             for (int c = 0; c < C; c++) {
                 dwte[(size_t)tokens[b * T + t] * C + c] += dout[((size_t)b * T + t) * C + c];
-                dwpe[(size_t)t * C + c] += dout[((size_t)b * T + t) * C + c];
+                if (dwpe != nullptr) dwpe[(size_t)t * C + c] += dout[((size_t)b * T + t) * C + c];
             }
         }
     }
@@ -219,6 +225,27 @@ static void embedding_forward_test(OpRun* run)
            embedding_forward(out.dev, tokens.dev, wte.dev, wpe.dev, B, T, C, 0));
     embedding_forward_ref(out.f64, tokens.h, wte.f64, wpe.f64, B, T, C);
     op_check_exact(run, out);
+}
+
+/* LLaMA's: no positions. */
+static void embedding_rows_test(OpRun* run)
+{
+    const int B = run->dims[0], T = run->dims[1], C = run->dims[2], V = run->dims[3];
+    const size_t N = (size_t)B * T;
+    OpInts tokens = op_ints(run, "tokens", N, 0, V);
+    OpTensor<floatX> wte = op_grid<floatX>(run, "wte", OpKind::INPUT, (size_t)V * C);
+    OpTensor<floatX> out = op_output<floatX>(run, "out", N * C);
+    OpTensor<floatX> dout = op_grid<floatX>(run, "dout", OpKind::INPUT, N * C);
+    OpTensor<float> dwte = op_grid<float>(run, "dwte", OpKind::INOUT, (size_t)V * C);
+    const floatX* no_wpe = nullptr;
+    float* no_dwpe = nullptr;
+    OP_RUN(run, 0, 0,
+           (embedding_forward(out.dev, tokens.dev, wte.dev, no_wpe, B, T, C, 0),
+            embedding_backward(dwte.dev, no_dwpe, dout.dev, tokens.dev, B, T, C, 0)));
+    embedding_forward_ref<double>(out.f64, tokens.h, wte.f64, nullptr, B, T, C);
+    embedding_backward_ref<double>(dwte.f64, nullptr, dout.f64, tokens.h, B, T, C);
+    op_check_exact(run, out);
+    op_check_exact(run, dwte);
 }
 
 /* Sums of grid values are exact, so a row added twice or left out shows. With a period (the fifth size) a token's
@@ -262,6 +289,8 @@ static const OpTest embedding_tests[] = {
     {"embedding_forward", embedding_forward_test, {2, 5, 33, 11}, OpWhen::ALWAYS},
     {"embedding_forward", embedding_forward_test, {3, 17, 768, 300}, OpWhen::ALWAYS},
     {"embedding_forward", embedding_forward_test, {4, 256, 1600, 5000}, OpWhen::LARGE},
+    {"embedding_rows", embedding_rows_test, {2, 9, 33, 11}, OpWhen::ALWAYS},
+    {"embedding_rows", embedding_rows_test, {3, 17, 64, 30}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {1, 1, 1, 1}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {3, 7, 5, 4}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {2, 100, 40, 50}, OpWhen::ALWAYS},

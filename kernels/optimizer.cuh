@@ -101,7 +101,7 @@ struct StepState {
     double lr;
     double bias_correction1, bias_correction2;
     double grad_scale, clip_coef;                    // the optimizer multiplies gradients by both
-    double loss_scale;                               // of the next backward
+    double loss_scale, used_loss_scale;              // of the next backward, of this step's
     unsigned long long num_steps;                    // = applied + skipped + steps without a counted token
     unsigned long long num_applied, num_skipped, num_skipped_in_a_row;
     int num_good_steps, hysteresis_left;             // see loss_scale_update
@@ -143,6 +143,7 @@ HOSTDEV void step_state_advance(StepState* state, const double* sums, const Step
     const bool overflow = sums[NUM_NONFINITE] > 0.0, empty = sums[NUM_TOKS] == 0.0;
     state->num_steps++;
     state->num_toks = sums[NUM_TOKS];
+    state->used_loss_scale = state->loss_scale;
     state->loss = sums[SUM_LOSSES] / sums[NUM_TOKS];
     state->lr = schedule_lr(config, state->num_applied);
     state->skip = empty ? Skip::NO_TOKS : overflow ? Skip::NONFINITE : Skip::NONE;

@@ -30,8 +30,8 @@ else
     .venv/bin/python data/prepare.py kjv
 fi
 
-step "train: mpirun -np 2 ./train_gpt -z 2 -o $out"
-mpirun -np 2 ./train_gpt -z 2 -b 4 -g 1 -n 900 -l 3e-3 --warmup 40 --eval-every 300 --log-every 20 -o "$out"
+step "train: mpirun -np 2 ./train_gpt -z 2 -m d3 -o $out"
+mpirun -np 2 ./train_gpt -z 2 -m d3 -b 4 -n 800 -l 3e-3 --warmup 40 --eval-every 200 --log-every 20 -o "$out"
 
 step "evaluate on the last 5 % of the text"
 model=$(find "$out" -maxdepth 1 -name 'step_*' | sort | tail -n 1)

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 PACKAGES="gcc g++ make openmpi-bin libopenmpi-dev libopenblas-openmp-dev libcjson-dev libpcre2-dev"
-PACKAGES="$PACKAGES bible-kjv-text python3 python3-venv"
+PACKAGES="$PACKAGES bible-kjv python3 python3-venv"
 PYTHON_PACKAGES="numpy tokenizers matplotlib pytest"
 
 say() { echo "setup: $*"; }

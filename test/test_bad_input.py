@@ -187,7 +187,7 @@ def test_weights(good, ranks):
     spoil(path, 8, b"x")
     refused(1, path, **run)
     path.unlink()
-    refused(1, path, **run)
+    refused(1, good / "model", **run)
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_learns(reference):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_layouts(tmp_path, reference, stage, ranks):
     run = train_gpt(*flags(tmp_path), *layout(ranks, stage), ranks=ranks, device=reference.device, out=tmp_path / "run")
     assert_same_losses(run, reference)

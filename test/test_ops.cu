@@ -8,6 +8,9 @@
 #include "../kernels/optest.h"
 #include "../kernels/embedding.cuh"
 #include "../kernels/layernorm.cuh"
+#include "../kernels/rmsnorm.cuh"
+#include "../kernels/rope.cuh"
+#include "../kernels/swiglu.cuh"
 #include "../kernels/gelu.cuh"
 #include "../kernels/matmul.cuh"
 #include "../kernels/attention.cuh"
@@ -60,6 +63,9 @@ int main(int argc, char** argv)
     matmul_init();
     op_table(embedding_tests, filter, bench, memory_gbps, &totals);
     op_table(layernorm_tests, filter, bench, memory_gbps, &totals);
+    op_table(rmsnorm_tests, filter, bench, memory_gbps, &totals);
+    op_table(rope_tests, filter, bench, memory_gbps, &totals);
+    op_table(swiglu_tests, filter, bench, memory_gbps, &totals);
     op_table(gelu_tests, filter, bench, memory_gbps, &totals);
     op_table(matmul_tests, filter, bench, memory_gbps, &totals);
     op_table(attention_tests, filter, bench, memory_gbps, &totals);

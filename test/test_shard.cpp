@@ -32,6 +32,7 @@ static Tensor* random_table(int num_tensors)
         tensors[t].shape[1] = tensors[t].num_dims == 2 ? 1 + random_below(70) : 1;
         tensors[t].padded_rows = tensors[t].shape[0] + random_below(64);
         tensors[t].unit = unit;
+        tensors[t].joined = t > 0 && tensors[t - 1].unit == unit && random_below(3) == 0;
     }
     return tensors;
 }
@@ -47,7 +48,8 @@ static void check_tensor(const Shard* s, const Tensor* t, int R)
     }
     check(next == t->first + tensor_elems(t), "parts of a tensor are the tensor", R);
     Range unit = s->units[t->unit].range;
-    check(t->first % SHARD_ALIGN_ELEMS == 0, "a tensor is aligned", R);
+    if (t->joined) check(t->first == t[-1].first + t[-1].padded_rows * t[-1].shape[1], "a joined tensor follows", R);
+    else check(t->first % SHARD_ALIGN_ELEMS == 0, "a tensor is aligned", R);
     check(t->first >= unit.first && t->first + t->padded_rows * t->shape[1] <= unit.first + unit.count,
           "a tensor is in its unit", R);
 }

@@ -1,4 +1,4 @@
-"""Hand-computed trials: tiny GPT-2 models whose losses, gradients and updates are known on paper.
+"""Hand-computed trials: tiny models whose losses, gradients and updates are known on paper.
 
 Z   zero-weight model: the loss is ln V, only column 0 of wte has a gradient
 Z2  two windows, over ranks and micro-steps: means, not sums, not one rank's share
@@ -6,19 +6,21 @@ E   Adam's epsilon, and clipping by the global norm
 W   weight decay and the schedule, with no gradient at all
 D   which window each rank sees, read off the loss
 TIE the tied head: its gradient and the embedding's add up
+R   LLaMA: which elements rotary embedding pairs
+K   LLaMA: the epsilon of RMSNorm
 X   import and export are byte-equal, for vocabularies on both sides of the padding
-Each at ZeRO stages 0, 1, 2 and 1 to 4 ranks.
+Each at ZeRO stages 0 to 3 and 1 to 4 ranks.
 """
 import json
 
 import init
 import numpy as np
 import pytest
-from util import (built_devices, gpt2_config, model_write, moments, safetensors_header, safetensors_write, shard_write,
+from util import (built_devices, gpt2_config, llama_config, model_write, moments, safetensors_header, safetensors_write, shard_write,
                   train_gpt, weights)
 
 WTE = "transformer.wte.weight"
-STAGES = [0, 1, 2]
+STAGES = [0, 1, 2, 3]
 RANKS = [1, 2, 3, 4]
 PLAIN = ["--schedule", "constant", "--warmup", 0, "--weight-decay", 0, "--no-shuffle", "--sample-tokens", 0,
          "--clip", 0]
@@ -223,6 +225,48 @@ def test_tie(tmp_path, device, stage, ranks):
     assert 10 * np.linalg.norm(m[WTE].astype(np.float64)) == pytest.approx(2.053099, abs=5e-6)
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_r(tmp_path, device, stage, ranks):
+    """Interleaved pairs would give 1.627663."""
+    config = llama_config(4, 4, 2)
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in init.llama_shapes(config).items()}
+    for name in tensors:
+        if "norm" in name:
+            tensors[name][:] = 1
+    attention = "model.layers.0.self_attn."
+    for name in ("model.embed_tokens.weight", "lm_head.weight", attention + "o_proj.weight"):
+        tensors[name][:] = np.eye(4)
+    tensors[attention + "v_proj.weight"][3][0] = 1
+    tensors[attention + "q_proj.weight"][0][1] = 1
+    tensors[attention + "k_proj.weight"][2][0] = 1
+    model, data = model_write(tmp_path / "model", config, tensors), shards(tmp_path, [0, 1, 3], ranks)
+    run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", 1, "-n", 1, "-l", 0, *PLAIN, ranks=ranks, device=device,
+                    out=tmp_path / "run")
+    assert run.series("loss") == pytest.approx([1.481067], abs=2e-6)
+
+
+@pytest.mark.parametrize("eps,losses", [(1e-5, [1.894664, 1.593153, 1.291642, 0.990130]),
+                                        (1e-6, [2.739776, 2.032669, 1.325562, 0.618455])])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_k(tmp_path, device, stage, ranks, eps, losses):
+    """A window whose targets are all k has the loss of target k; the shard holds the windows in order."""
+    config = llama_config(4, 4, 2, rms_norm_eps=eps)
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in init.llama_shapes(config).items()}
+    for name in tensors:
+        if "norm" in name:
+            tensors[name][:] = 1
+    tensors["model.embed_tokens.weight"][:] = 0.001
+    tensors["lm_head.weight"][:] = (np.arange(4) / 4)[:, None]
+    model, data = model_write(tmp_path / "model", config, tensors), shards(tmp_path, [0, 0, 0, 1, 1, 2, 2, 3, 3], ranks)
+    run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", 1, "-n", 4, "-l", 0, *PLAIN, ranks=ranks, device=device,
+                    out=tmp_path / "run")
+    expected = losses if ranks == 1 else [np.mean([losses[(step * ranks + r) % 4] for r in range(ranks)])
+                                          for step in range(4)]
+    assert run.series("loss") == pytest.approx(expected, abs=2e-6)
+
+
 def random_model(folder, config, prefix="transformer."):
     rng = np.random.default_rng(0)
     names = {name.replace("transformer.", prefix): shape for name, shape in init.gpt2_shapes(config).items()}
@@ -246,6 +290,27 @@ def test_x(tmp_path, device, V, ranks, stage, tied):
     assert after[WTE].shape == (V, 8)
     for name in before:
         assert before[name].tobytes() == after[name].tobytes(), name
+    assert json.loads((tmp_path / "export" / "config.json").read_text()) == config
+    assert safetensors_header(tmp_path / "export" / "model.safetensors")["__metadata__"]["format"] == "pt"
+
+
+@pytest.mark.parametrize("model_type,ranks,stage", [("llama", 1, 0), ("llama", 3, 2), ("qwen2", 2, 1), ("mistral", 4, 2)])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("V", [127, 128, 129, 50257, 32000, 128256])
+def test_x_llama(tmp_path, device, V, tied, model_type, ranks, stage):
+    if device == "emu" and V > 129:
+        pytest.skip("the copies are the same code as on the CPU")
+    config = llama_config(V, 8, 16, L=2, NH=2, F=12, model_type=model_type, num_key_value_heads=1, head_dim=6,
+                          tie_word_embeddings=tied, bos_token_id=1)
+    tensors = init.random_weights(init.llama_shapes(config), 3, 0.5)
+    model = model_write(tmp_path / "model", config, tensors)
+    train_gpt("-m", model, "--export", tmp_path / "export", "-z", stage, ranks=ranks, device=device)
+    after = weights(tmp_path / "export")
+    assert set(tensors) == set(after)
+    assert ("lm_head.weight" in after) == (not tied)
+    assert after["model.embed_tokens.weight"].shape == (V, 8)
+    for name in tensors:
+        assert tensors[name].tobytes() == after[name].tobytes(), name
     assert json.loads((tmp_path / "export" / "config.json").read_text()) == config
     assert safetensors_header(tmp_path / "export" / "model.safetensors")["__metadata__"]["format"] == "pt"
 

@@ -17,6 +17,9 @@ typedef struct RunState {
     size_t step;                        // steps done, skipped ones included
     size_t position_windows;            // of the data stream
     size_t num_applied, num_skipped;    // StepState
+    bool has_loss_scale;                // fp16; the rest of StepState is then valid too
+    double loss_scale;
+    int num_good_steps, hysteresis_left;
     unsigned long long seed;
     size_t seq_len, global_batch;
 } RunState;
@@ -49,12 +52,22 @@ static void device_from_file(float* values, const SafeTensors* files, const Safe
     }
 }
 
-/* fp32 host values into the parameters (and the master) at flat place `flat`. 16-bit storage is not there yet. */
-static void params_from_host(Zero* z, size_t flat, const float* values, size_t count)
+/* fp32 host values, which are overwritten, into what this rank keeps of unit u from element `flat` on: the master, and
+ * rounded the parameters. zero_params_loaded follows when all are there. */
+static void weights_from_host(Zero* z, int u, size_t flat, float* values, size_t count)
 {
-    static_assert(sizeof(floatX) == 4 || sizeof(floatX) == 2, "floatX");
-    ENSURE(sizeof(floatX) == 4, "loading weights into " FLOATX_NAME " is not there yet: use -p fp32");
-    CUDA_CHECK(cudaMemcpyAsync(z->params + flat, values, count * sizeof(float), cudaMemcpyHostToDevice, z->compute));
+    if (z->master != nullptr) {
+        float* master = z->master + zero_state_first(z, u) + (flat - zero_owned(z, u).first);
+        CUDA_CHECK(cudaMemcpyAsync(master, values, count * sizeof(float), cudaMemcpyHostToDevice, z->compute));
+        CUDA_CHECK(cudaStreamSynchronize(z->compute));
+        for (size_t i = 0; i < count; i++) {   // in place: what is written is never ahead of what is read
+            floatX rounded;
+            store_f(&rounded, values[i]);
+            memcpy((char*)values + i * sizeof rounded, &rounded, sizeof rounded);
+        }
+    }
+    floatX* params = zero_own_param(z, u, flat);
+    CUDA_CHECK(cudaMemcpyAsync(params, values, count * sizeof(floatX), cudaMemcpyHostToDevice, z->compute));
     CUDA_CHECK(cudaStreamSynchronize(z->compute));
 }
 
@@ -163,13 +176,14 @@ static float* state_at(const Zero* z, StateKind kind, int u, size_t flat)
     size_t at = zero_state_first(z, u) + (flat - zero_owned(z, u).first);
     if (kind == STATE_M) return z->moment1 + at;
     if (kind == STATE_V) return z->moment2 + at;
-    return z->master ? z->master + at : (float*)(z->params + flat);
+    return z->master ? z->master + at : (float*)zero_own_param(z, u, flat);
 }
 
 /* This rank's slice of every tensor into the files. */
 static void write_slices(Zero* z, const SafeTensors* files, StateKind kind, const char* suffix)
 {
     const Shard* s = z->shard;
+    zero_params_settle(z);
     for (int t = 0; t < s->num_tensors; t++) {
         const Tensor* tensor = &s->tensors[t];
         Range part = tensor_part(tensor, shard_slice(s, tensor->unit, z->comm->rank));
@@ -208,6 +222,11 @@ static void run_state_write(const RunState* s, const Zero* z, const char* path)
     json_add_int(j, "position_windows", (long long)s->position_windows);
     json_add_int(j, "num_applied", (long long)s->num_applied);
     json_add_int(j, "num_skipped", (long long)s->num_skipped);
+    if (s->has_loss_scale) {
+        json_add_float(j, "loss_scale", s->loss_scale);
+        json_add_int(j, "num_good_steps", s->num_good_steps);
+        json_add_int(j, "hysteresis_left", s->hysteresis_left);
+    }
     json_add_int(j, "seed", (long long)s->seed);
     json_add_int(j, "seq_len", (long long)s->seq_len);
     json_add_int(j, "global_batch", (long long)s->global_batch);
@@ -271,13 +290,13 @@ static void weights_export(Zero* z, const char* folder, void (*small_files)(cons
 }
 
 // ----------------------------------------------------------------------------------------------------------- load
-/* A tensor by HF name, with or without the leading `transformer.` (files of the base model leave it out). */
+/* A tensor by HF name, with or without the leading `transformer.` or `model.` (files of the base model leave it out). */
 static const SafeTensor* find_weight(const SafeTensors* files, const char* name)
 {
-    static const char prefix[] = "transformer.";
     const SafeTensor* found = safetensors_find(files, name);
-    if (found == nullptr && strncmp(name, prefix, sizeof prefix - 1) == 0)
-        found = safetensors_find(files, name + sizeof prefix - 1);
+    for (const char* prefix : {"transformer.", "model."})
+        if (found == nullptr && strncmp(name, prefix, strlen(prefix)) == 0)
+            found = safetensors_find(files, name + strlen(prefix));
     return found;
 }
 
@@ -293,18 +312,18 @@ static void ensure_shape(const SafeTensors* files, const SafeTensor* st, const T
     ENSURE(same, "%s: tensor %s has shape %s, config.json asks for %s", files->path, st->name, have, need);
 }
 
-/* Buffers that old GPT-2 files carry and no model needs, and the head's copy of a tied embedding. */
+/* Buffers that old files carry and no model needs, and the head's copy of a tied embedding. */
 static bool weight_is_ignored(const char* name, bool tied)
 {
     size_t n = strlen(name);
-    for (const char* suffix : {".attn.bias", ".attn.masked_bias"}) {
+    for (const char* suffix : {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"}) {
         size_t k = strlen(suffix);
         if (n > k && strcmp(name + n - k, suffix) == 0) return true;
     }
     return tied && strcmp(name, "lm_head.weight") == 0;
 }
 
-/* All weights from the folder's model.safetensors, whole on every rank. */
+/* The weights from the folder's model.safetensors: each rank reads what it updates, whole units are gathered. */
 static void weights_load(Zero* z, const char* folder, bool tied)
 {
     const Shard* s = z->shard;
@@ -314,10 +333,11 @@ static void weights_load(Zero* z, const char* folder, bool tied)
         const SafeTensor* st = find_weight(files, t->name);
         ENSURE(st != nullptr, "%s: has no tensor %s, which config.json asks for", files->path, t->name);
         ensure_shape(files, st, t);
-        for (size_t done = 0; done < st->num_elems; ) {
-            size_t n = st->num_elems - done < BOUNCE_ELEMS ? st->num_elems - done : BOUNCE_ELEMS;
-            safetensors_read_f32(files, st, done, n, z->bounce);
-            params_from_host(z, t->first + done, z->bounce, n);
+        Range part = tensor_part(t, zero_owned(z, t->unit));
+        for (size_t done = 0; done < part.count; ) {
+            size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
+            safetensors_read_f32(files, st, part.first - t->first + done, n, z->bounce);
+            weights_from_host(z, t->unit, part.first + done, z->bounce, n);
             done += n;
         }
     }
@@ -329,6 +349,7 @@ static void weights_load(Zero* z, const char* folder, bool tied)
         ENSURE(known, "%s: holds tensor %s, which the model of config.json does not have", files->path, name);
     }
     safetensors_close(files);
+    zero_params_loaded(z);
 }
 
 /* The moments of what this rank updates, and the counters, from a checkpoint. */
@@ -344,6 +365,10 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
     state.position_windows = (size_t)json_int(j, "position_windows", 0, JSON_MAX_INT, path);
     state.num_applied = (size_t)json_int(j, "num_applied", 0, JSON_MAX_INT, path);
     state.num_skipped = (size_t)json_int(j, "num_skipped", 0, JSON_MAX_INT, path);
+    state.loss_scale = json_float_or(j, "loss_scale", 0, 0, 1e300, path);
+    state.has_loss_scale = state.loss_scale > 0;
+    state.num_good_steps = (int)json_int_or(j, "num_good_steps", 0, 0, INT_MAX, path);
+    state.hysteresis_left = (int)json_int_or(j, "hysteresis_left", 0, 0, INT_MAX, path);
     state.seed = (unsigned long long)json_int(j, "seed", 0, JSON_MAX_INT, path);
     state.seq_len = (size_t)json_int(j, "seq_len", 1, JSON_MAX_INT, path);
     state.global_batch = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);

@@ -182,16 +182,35 @@ static void comm_reduce_scatter(Comm* c, void* out, const void* inp, size_t n, n
 #endif
 }
 
-/* data is (R*n); each rank gives its own n elements, all get all, in place. */
-static void comm_all_gather(Comm* c, void* data, size_t n, ncclDataType_t type, cudaStream_t stream)
+/* data (R*n) = every rank's `own` (n), in rank order. `own` may be data + rank*n. */
+static void comm_all_gather(Comm* c, void* data, const void* own, size_t n, ncclDataType_t type, cudaStream_t stream)
 {
-    if (c->num_ranks == 1) return;
     size_t bytes = n * nccl_type_bytes(type);
+    if (c->num_ranks == 1) {
+        if (data != own) CUDA_CHECK(cudaMemcpyAsync(data, own, bytes, cudaMemcpyDeviceToDevice, stream));
+        return;
+    }
     c->asked_bytes += comm_scatter_bytes(c, n, nccl_type_bytes(type));
 #ifndef NO_NCCL
-    NCCL_CHECK(ncclAllGather((const char*)data + bytes * c->rank, data, n, type, c->nccl, stream));
+    NCCL_CHECK(ncclAllGather(own, data, n, type, c->nccl, stream));
+#endif
+}
+
+/* Collectives between the two are sent together. */
+static void comm_group_begin(const Comm* c)
+{
+#ifndef NO_NCCL
+    if (c->num_ranks > 1) NCCL_CHECK(ncclGroupStart());
 #else
-    (void)data; (void)stream;
+    (void)c;
+#endif
+}
+static void comm_group_end(const Comm* c)
+{
+#ifndef NO_NCCL
+    if (c->num_ranks > 1) NCCL_CHECK(ncclGroupEnd());
+#else
+    (void)c;
 #endif
 }
 

@@ -3,8 +3,8 @@
  *
  * All parameters lie in one flat space. It is cut into units: what is gathered and released together (the embeddings,
  * each block, the head). Inside a unit the tensors lie one after another in the layout of the HF file, each at a
- * multiple of SHARD_ALIGN_ELEMS; the unit is padded to a multiple of R * SHARD_ALIGN_ELEMS. Rank r owns slice r of
- * every unit:
+ * multiple of SHARD_ALIGN_ELEMS or joined to the one before; the unit is padded to a multiple of R * SHARD_ALIGN_ELEMS.
+ * Rank r owns slice r of every unit:
  *
  *      unit 0                                  unit 1
  *      | tensor a  | tensor b |pad|            | tensor c |  tensor d   | pad |
@@ -31,6 +31,8 @@ typedef struct Tensor {
     double init_std;        // > 0: N(0, init_std); 0: every element is init_value
     double init_value;
     bool decay;             // weight decay applies
+    int row;                // the model's name for it; nothing to this file
+    bool joined;            // lies directly behind the tensor before it, so that the two are one matrix to the model
     size_t first;           // place in the flat space; set by shard_build
     size_t logical_first;   // place among all tensors without any padding: the same for every R
 } Tensor;
@@ -61,10 +63,11 @@ static void shard_build(Shard* s, Tensor* tensors, int num_tensors, int num_rank
         Unit* unit = &s->units[u];
         *unit = Unit{{s->num_elems, 0}, t, 0};
         for (; t < num_tensors && tensors[t].unit == u; t++, unit->num_tensors++) {
+            size_t align = tensors[t].joined ? 1 : SHARD_ALIGN_ELEMS;
+            unit->range.count = (unit->range.count + align - 1) / align * align;
             tensors[t].first = unit->range.first + unit->range.count;
             tensors[t].logical_first = s->num_params;
-            size_t elems = tensors[t].padded_rows * tensors[t].shape[1];
-            unit->range.count += (elems + SHARD_ALIGN_ELEMS - 1) / SHARD_ALIGN_ELEMS * SHARD_ALIGN_ELEMS;
+            unit->range.count += tensors[t].padded_rows * tensors[t].shape[1];
             s->num_params += tensor_elems(&tensors[t]);
         }
         ENSURE(unit->num_tensors > 0, "shard_build: unit %d holds no tensor", u);
@@ -102,12 +105,4 @@ static inline Range tensor_part(const Tensor* t, Range range)
     size_t tensor_end = t->first + tensor_elems(t), range_end = range.first + range.count;
     size_t high = tensor_end < range_end ? tensor_end : range_end;
     return Range{low, high > low ? high - low : 0};
-}
-
-static inline size_t shard_largest_unit(const Shard* s, const bool* left_out)
-{
-    size_t largest = 0;
-    for (int u = 0; u < s->num_units; u++)
-        if (!left_out[u] && s->units[u].range.count > largest) largest = s->units[u].range.count;
-    return largest;
 }

@@ -1,38 +1,63 @@
 /* stages.h: ZeRO. Which rank keeps what between and within steps, and when it moves.
  *   stage 0  parameters, gradients and optimizer states whole on every rank; gradients all-reduced at the boundary
- *   stage 1  optimizer states sliced; gradients whole, reduce-scattered at the boundary; parameters gathered after the
- * step stage 2  gradients sliced too: each unit is reduce-scattered in every micro-step into an fp32 slice. A unit's
- * whole gradient lives in one of two ring buffers while its backward runs. Resident units (the embeddings and the head,
- * which the classifier and the lookup both add to) keep theirs whole and are reduced at the boundary. Rank r updates
- * slice r of every unit (shard.h). The printed norm is summed by slices at every stage, so that it has the same bits at
- * stages 0, 1 and 2. Rajbhandari et al. 2020, arXiv:1910.02054.
+ *   stage 1  optimizer states sliced; gradients whole, reduce-scattered at the boundary; parameters gathered after
+ *   stage 2  gradients sliced too: each unit is reduce-scattered in every micro-step into an fp32 slice. A unit's whole
+ *            gradient lives in one of two ring buffers while its backward runs. Resident units (the embeddings and the
+ *            head, which the classifier and the lookup both add to) keep theirs whole and are reduced at the boundary.
+ *   stage 3  parameters sliced too: a unit's whole parameters live in one of two ring buffers while its forward or
+ *            backward runs, and the next one's are gathered meanwhile. What is still in the ring is not gathered again.
+ *            Resident units, and those below `persist_below`, keep theirs whole and are gathered after the step.
+ * Rank r updates slice r of every unit (shard.h). The printed norm is summed by slices at every stage, so that it has
+ * the same bits at all stages. Rajbhandari et al. 2020, arXiv:1910.02054.
  *
- * Streams: compute does forward, backward and the optimizer; reduce carries gradients. Edges go through stream_wait.
- * Nothing here knows a transformer: the model says zero_gradient_begin(u), adds its gradients, zero_gradient_end(u). */
+ * Streams: compute does forward, backward and the optimizer; reduce carries gradients; gather carries parameters. Edges
+ * go through stream_wait. Without overlap all three are one. Units are sent in buckets (buckets.h).
+ * Nothing here knows a transformer: the model says zero_params_begin(u) before it uses unit u's parameters, and
+ * zero_gradient_begin(u), adds its gradients, zero_gradient_end(u). */
 #pragma once
 #include "../kernels/accumulate.cuh"
 #include "../kernels/global_norm.cuh"
 #include "../kernels/optimizer.cuh"
+#include "buckets.h"
 #include "comm.h"
 #include "plan.h"
-#include "shard.h"
 
 typedef struct { float beta1, beta2, eps, weight_decay; } AdamwConfig;
 
 static const size_t BOUNCE_ELEMS = 1 << 20;
 
+typedef struct ZeroConfig {
+    int stage;
+    const bool* resident;       // (num_units) the gradient is kept whole, and at stage 3 the parameters
+    int num_micro_steps;
+    bool training;              // else no gradients and moments
+    bool overlap;
+    size_t persist_below;       // stage 3: smaller units keep their parameters whole
+    size_t reduce_bucket, gather_bucket;   // elements sent together, in whole units
+} ZeroConfig;
+
 typedef struct Zero {
     Comm* comm;
     const Shard* shard;
     int stage;
-    const bool* resident;       // (num_units) stage 2 keeps the whole gradient of these
-    floatX* params;             // (P) whole at stages 0-2
+    bool training, overlap;
+    int num_micro_steps;
+    Buckets grad_buckets, param_buckets;
+    // parameters
+    floatX* params;             // stages 0-2: (P). Stage 3: units that are kept whole, packed
+    floatX* param_slices;       // stage 3: this rank's slices of the units in the ring, packed
+    floatX* param_ring[RING_SIZE];
+    floatX** unit_params;       // (num_units) where unit u's whole parameters are, or will be when it is gathered
+    floatX** own_params;        // (num_units) where what this rank updates of unit u is
+    int held[RING_SIZE];        // stage 3: the bucket whose parameters the ring buffer holds; -1: out of date
+    // gradients
     float* grads;               // (P) stages 0-1
     float** unit_grads;         // (num_units) where unit u's whole gradient is while its backward runs
-    float* ring[2];             // stage 2: largest unit that is not resident
-    float* resident_grads;      // stage 2: resident units, packed
-    float* grad_slices;         // (P/R) stage 2
-    float* reduced;             // stage 2 with several micro-steps: one slice as it arrives
+    float* grad_ring[RING_SIZE];    // stages 2-3
+    float* resident_grads;      // stages 2-3: resident units, packed
+    float* grad_slices;         // (P/R) stages 2-3
+    float* reduced;             // stages 2-3 with several micro-steps: the slices of one bucket as they arrive
+    // optimizer
     float *moment1, *moment2;   // (P) stage 0, (P/R) else
     float* master;              // fp32 copy of what this rank updates; null when floatX is float
     double* step_sums;          // (NUM_STEP_SUMS) summed over micro-steps, then over ranks
@@ -41,21 +66,23 @@ typedef struct Zero {
     StepState* h_state;         // (2) pinned: the host reads the step before, so that no step waits for it
     unsigned long long* hash;   // (1)
     float* bounce;              // (BOUNCE_ELEMS) pinned: between files and the device
-    cudaStream_t compute, reduce;
-    cudaEvent_t unit_ready;     // compute -> reduce: the unit's gradient is complete
-    cudaEvent_t ring_free[2];   // reduce -> compute: the ring buffer may be overwritten
-    cudaEvent_t reduced_all;    // reduce -> compute: every gradient has arrived
+    cudaStream_t compute, reduce, gather;
+    cudaEvent_t edge;           // of stream_wait where nothing else remembers the place
+    cudaEvent_t grad_ring_free[RING_SIZE];   // reduce -> compute: the ring buffer may be overwritten
+    cudaEvent_t* params_ready;  // (param buckets) gather -> compute: the bucket's parameters are whole
 } Zero;
 
 /* `to` waits for what `from` has been given so far. The reason is for the reader. */
 static void stream_wait(cudaStream_t to, cudaStream_t from, cudaEvent_t event, const char* reason)
 {
     (void)reason;
+    if (to == from) return;
     CUDA_CHECK(cudaEventRecord(event, from));
     CUDA_CHECK(cudaStreamWaitEvent(to, event, 0));
 }
 
 static bool zero_slices_states(const Zero* z) { return z->stage >= 1; }
+static bool zero_slices_grads(const Zero* z) { return z->stage >= 2; }
 
 /* What this rank updates of unit u, in the flat space, and where its states are. */
 static Range zero_owned(const Zero* z, int u)
@@ -67,42 +94,82 @@ static size_t zero_state_first(const Zero* z, int u)
     return zero_slices_states(z) ? shard_packed_first(z->shard, u) : z->shard->units[u].range.first;
 }
 
+/* Where this rank keeps element `flat` of what it updates of unit u. */
+static floatX* zero_own_param(const Zero* z, int u, size_t flat)
+{
+    return z->own_params[u] + (flat - zero_owned(z, u).first);
+}
+
 /* The reduced gradient of a flat range of unit u that this rank holds. */
 static float* zero_reduced_grad(const Zero* z, int u, size_t flat)
 {
-    if (z->stage < 2) return z->grads + flat;
+    if (!zero_slices_grads(z)) return z->grads + flat;
     return z->grad_slices + shard_packed_first(z->shard, u) + (flat - shard_slice(z->shard, u, z->comm->rank).first);
 }
 
+// ------------------------------------------------------------------------------------------------- memory, streams
+static void plan_gradients(Zero* z, Plan* plan, const bool* resident)
+{
+    const Shard* s = z->shard;
+    if (!zero_slices_grads(z)) {
+        plan_add(plan, "gradients", Place::DEVICE, &z->grads, s->num_elems);
+        return;
+    }
+    size_t packed = 0, largest = 0;
+    for (int u = 0; u < s->num_units; u++) if (resident[u]) packed += s->units[u].range.count;
+    for (int b = 0; b < z->grad_buckets.num_buckets; b++) {
+        size_t count = bucket_range(&z->grad_buckets, s, b).count / s->num_ranks;
+        if (bucket_in_ring(&z->grad_buckets, b) && count > largest) largest = count;
+    }
+    for (int k = 0; k < z->grad_buckets.num_slots; k++)
+        plan_add(plan, "gradients, ring of whole units", Place::DEVICE, &z->grad_ring[k],
+                 z->grad_buckets.slot_elems);
+    plan_add(plan, "gradients, embeddings and head", Place::DEVICE, &z->resident_grads, packed);
+    plan_add(plan, "gradients, slice", Place::DEVICE, &z->grad_slices, s->num_elems / s->num_ranks);
+    if (z->num_micro_steps > 1) plan_add(plan, "gradients, arriving", Place::DEVICE, &z->reduced, largest);
+}
+
+static void plan_params(Zero* z, Plan* plan)
+{
+    const Shard* s = z->shard;
+    size_t kept = 0, slices = 0;
+    for (int u = 0; u < s->num_units; u++) {
+        if (unit_in_ring(&z->param_buckets, u)) slices += s->units[u].range.count / s->num_ranks;
+        else kept += s->units[u].range.count;
+    }
+    plan_add(plan, z->stage == 3 ? "parameters kept whole" : "parameters", Place::DEVICE, &z->params, kept);
+    if (slices > 0) plan_add(plan, "parameters, slice", Place::DEVICE, &z->param_slices, slices);
+    for (int k = 0; k < z->param_buckets.num_slots; k++)
+        plan_add(plan, "parameters, ring of whole units", Place::DEVICE, &z->param_ring[k],
+                 z->param_buckets.slot_elems);
+}
+
 /* Adds every buffer of this stage to the plan; pointers are valid after plan_allocate and zero_start. */
-static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, int stage, const bool* resident,
-                      int num_micro_steps)
+static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const ZeroConfig* config)
 {
     *z = Zero{};
     z->comm = comm;
     z->shard = shard;
-    z->stage = stage;
-    z->resident = resident;
-    size_t whole = shard->num_elems, slice = whole / shard->num_ranks, state = stage >= 1 ? slice : whole;
-    plan_add(plan, "parameters", Place::DEVICE, &z->params, whole);
-    if (stage < 2) {
-        plan_add(plan, "gradients", Place::DEVICE, &z->grads, whole);
-    } else {
-        size_t largest = shard_largest_unit(shard, resident), packed = 0, largest_slice = 0;
-        for (int u = 0; u < shard->num_units; u++) {
-            if (resident[u]) packed += shard->units[u].range.count;
-            size_t count = shard->units[u].range.count / shard->num_ranks;
-            if (count > largest_slice) largest_slice = count;
-        }
-        plan_add(plan, "gradients, ring of two units", Place::DEVICE, &z->ring[0], largest);
-        plan_add(plan, "gradients, ring of two units", Place::DEVICE, &z->ring[1], largest);
-        plan_add(plan, "gradients, embeddings and head", Place::DEVICE, &z->resident_grads, packed);
-        plan_add(plan, "gradients, slice", Place::DEVICE, &z->grad_slices, slice);
-        if (num_micro_steps > 1) plan_add(plan, "gradients, arriving", Place::DEVICE, &z->reduced, largest_slice);
+    z->stage = config->stage;
+    z->training = config->training;
+    z->overlap = config->overlap;
+    z->num_micro_steps = config->num_micro_steps;
+    bool *kept = (bool*)malloc_checked(2 * shard->num_units * sizeof(bool)), *kept_grads = kept + shard->num_units;
+    for (int u = 0; u < shard->num_units; u++) {
+        kept_grads[u] = z->stage < 2 || config->resident[u];
+        kept[u] = z->stage < 3 || config->resident[u] || shard->units[u].range.count < config->persist_below;
     }
-    plan_add(plan, "optimizer states", Place::DEVICE, &z->moment1, state);
-    plan_add(plan, "optimizer states", Place::DEVICE, &z->moment2, state);
+    buckets_build(&z->grad_buckets, shard, kept_grads, config->reduce_bucket);
+    buckets_build(&z->param_buckets, shard, kept, config->gather_bucket);
+    free(kept);
+    size_t whole = shard->num_elems, state = zero_slices_states(z) ? whole / shard->num_ranks : whole;
+    plan_params(z, plan);
     if (sizeof(floatX) < 4) plan_add(plan, "master weights", Place::DEVICE, &z->master, state);
+    if (z->training) {
+        plan_gradients(z, plan, config->resident);
+        plan_add(plan, "optimizer states", Place::DEVICE, &z->moment1, state);
+        plan_add(plan, "optimizer states", Place::DEVICE, &z->moment2, state);
+    }
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->step_sums, NUM_STEP_SUMS);
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->norm_scratch, global_norm_scratch_elems());
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->state, 1);
@@ -111,83 +178,204 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, int s
     plan_add(plan, "between files and device", Place::HOST, &z->bounce, BOUNCE_ELEMS);
 }
 
-/* After plan_allocate: streams, events, the table of unit gradients. */
+/* The tables of where each unit is. */
+static void zero_place_units(Zero* z)
+{
+    const Shard* s = z->shard;
+    z->unit_grads = (float**)malloc_checked(s->num_units * sizeof(float*));
+    z->unit_params = (floatX**)malloc_checked(s->num_units * sizeof(floatX*));
+    z->own_params = (floatX**)malloc_checked(s->num_units * sizeof(floatX*));
+    float* resident = z->resident_grads;
+    floatX *kept = z->params, *slices = z->param_slices;
+    for (int u = 0; u < s->num_units; u++) {
+        Range range = s->units[u].range;
+        const Buckets *grads = &z->grad_buckets, *params = &z->param_buckets;
+        int grad_slot = grads->slot[grads->of_unit[u]], param_slot = params->slot[params->of_unit[u]];
+        if (!z->training) z->unit_grads[u] = nullptr;
+        else if (!zero_slices_grads(z)) z->unit_grads[u] = z->grads + range.first;
+        else if (grad_slot != NOT_IN_RING) z->unit_grads[u] = z->grad_ring[grad_slot] + unit_ring_offset(grads, s, u);
+        else { z->unit_grads[u] = resident; resident += range.count; }
+        if (param_slot != NOT_IN_RING) {
+            z->unit_params[u] = z->param_ring[param_slot] + unit_ring_offset(params, s, u);
+            z->own_params[u] = slices;
+            slices += range.count / s->num_ranks;
+        } else {
+            z->unit_params[u] = kept;
+            z->own_params[u] = kept + (zero_owned(z, u).first - range.first);
+            kept += range.count;
+        }
+    }
+}
+
+/* After plan_allocate: streams, events, tables. */
 static void zero_start(Zero* z)
 {
     CUDA_CHECK(cudaStreamCreateWithFlags(&z->compute, cudaStreamNonBlocking));
-    CUDA_CHECK(cudaStreamCreateWithFlags(&z->reduce, cudaStreamNonBlocking));
-    for (cudaEvent_t* event : {&z->unit_ready, &z->ring_free[0], &z->ring_free[1], &z->reduced_all})
+    z->reduce = z->gather = z->compute;
+    if (z->overlap)
+        for (cudaStream_t* stream : {&z->reduce, &z->gather})
+            CUDA_CHECK(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
+    for (cudaEvent_t* event : {&z->edge, &z->grad_ring_free[0], &z->grad_ring_free[1]})
         CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
-    for (int k = 0; k < 2; k++) CUDA_CHECK(cudaEventRecord(z->ring_free[k], z->reduce));
-    int num_units = z->shard->num_units;
-    z->unit_grads = (float**)malloc_checked(num_units * sizeof(float*));
-    float* resident = z->resident_grads;
-    for (int u = 0; u < num_units; u++) {
-        Range range = z->shard->units[u].range;
-        if (z->stage < 2) z->unit_grads[u] = z->grads + range.first;
-        else if (!z->resident[u]) z->unit_grads[u] = z->ring[u % 2];
-        else { z->unit_grads[u] = resident; resident += range.count; }
+    for (int k = 0; k < RING_SIZE; k++) {
+        CUDA_CHECK(cudaEventRecord(z->grad_ring_free[k], z->reduce));
+        z->held[k] = -1;
     }
+    z->params_ready = (cudaEvent_t*)malloc_checked(z->param_buckets.num_buckets * sizeof(cudaEvent_t));
+    for (int b = 0; b < z->param_buckets.num_buckets; b++) {
+        CUDA_CHECK(cudaEventCreateWithFlags(&z->params_ready[b], cudaEventDisableTiming));
+        CUDA_CHECK(cudaEventRecord(z->params_ready[b], z->gather));
+    }
+    zero_place_units(z);
 }
 
 static void zero_free(Zero* z)
 {
-    for (cudaEvent_t event : {z->unit_ready, z->ring_free[0], z->ring_free[1], z->reduced_all})
+    for (cudaEvent_t event : {z->edge, z->grad_ring_free[0], z->grad_ring_free[1]})
         CUDA_CHECK(cudaEventDestroy(event));
+    for (int b = 0; b < z->param_buckets.num_buckets; b++) CUDA_CHECK(cudaEventDestroy(z->params_ready[b]));
     CUDA_CHECK(cudaStreamDestroy(z->compute));
-    CUDA_CHECK(cudaStreamDestroy(z->reduce));
+    if (z->overlap)
+        for (cudaStream_t stream : {z->reduce, z->gather}) CUDA_CHECK(cudaStreamDestroy(stream));
+    buckets_free(&z->grad_buckets);
+    buckets_free(&z->param_buckets);
+    free(z->params_ready);
     free(z->unit_grads);
+    free(z->unit_params);
+    free(z->own_params);
 }
 
-static bool zero_in_ring(const Zero* z, int u) { return z->stage == 2 && !z->resident[u]; }
+// ------------------------------------------------------------------------------------------------------ parameters
+/* Every rank's slices of the units of bucket b to all ranks, on the gather stream. */
+static void bucket_gather(Zero* z, int b)
+{
+    const Buckets* buckets = &z->param_buckets;
+    stream_wait(z->gather, z->compute, z->edge, "the slices are updated, and what was in the ring buffer is used up");
+    comm_group_begin(z->comm);
+    for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++)
+        comm_all_gather(z->comm, z->unit_params[u], z->own_params[u],
+                        z->shard->units[u].range.count / z->shard->num_ranks, FLOATX_NCCL, z->gather);
+    comm_group_end(z->comm);
+    CUDA_CHECK(cudaEventRecord(z->params_ready[b], z->gather));
+}
 
+/* Bucket b of the ring, unless the buffer holds it. */
+static void ring_gather(Zero* z, int b)
+{
+    int slot = z->param_buckets.slot[b];
+    if (z->held[slot] == b) return;
+    z->held[slot] = b;
+    bucket_gather(z, b);
+}
+
+/* Before the compute stream uses the parameters of unit u: they are whole. The bucket that lies next in `direction`
+ * (1 in a forward, -1 in a backward, 0: none) starts to be gathered. */
+static void zero_params_begin(Zero* z, int u, int direction)
+{
+    const Buckets* buckets = &z->param_buckets;
+    int b = buckets->of_unit[u];
+    if (bucket_in_ring(buckets, b)) ring_gather(z, b);
+    CUDA_CHECK(cudaStreamWaitEvent(z->compute, z->params_ready[b], 0));   // the bucket has arrived
+    if (direction != 0 && bucket_in_ring(buckets, b + direction)) ring_gather(z, b + direction);
+}
+
+/* The slices have changed: whoever keeps whole units gets them anew, the ring is out of date. */
+static void zero_params_changed(Zero* z, int b)
+{
+    if (bucket_in_ring(&z->param_buckets, b)) z->held[z->param_buckets.slot[b]] = -1;
+    else if (zero_slices_states(z)) bucket_gather(z, b);
+}
+
+/* The same for all of them, after loading. */
+static void zero_params_loaded(Zero* z)
+{
+    for (int b = 0; b < z->param_buckets.num_buckets; b++) zero_params_changed(z, b);
+}
+
+/* Before anything but the model reads parameters on the compute stream. */
+static void zero_params_settle(Zero* z)
+{
+    stream_wait(z->compute, z->gather, z->edge, "no gather is still writing");
+}
+
+// ------------------------------------------------------------------------------------------------------- gradients
 /* Before the first micro-step of a step: gradients that are summed over micro-steps start at 0. */
 static void zero_step_begin(Zero* z)
 {
     CUDA_CHECK(cudaMemsetAsync(z->step_sums, 0, NUM_STEP_SUMS * sizeof(double), z->compute));
     for (int u = 0; u < z->shard->num_units; u++)
-        if (!zero_in_ring(z, u))
-            CUDA_CHECK(
-                cudaMemsetAsync(z->unit_grads[u], 0, z->shard->units[u].range.count * sizeof(float), z->compute));
+        if (!unit_in_ring(&z->grad_buckets, u))
+            CUDA_CHECK(cudaMemsetAsync(z->unit_grads[u], 0, z->shard->units[u].range.count * sizeof(float),
+                                       z->compute));
 }
 
 /* Before the backward of unit u: its buffer is clear, to be added to on the compute stream. */
 static float* zero_gradient_begin(Zero* z, int u)
 {
-    if (zero_in_ring(z, u)) {
-        CUDA_CHECK(cudaStreamWaitEvent(z->compute, z->ring_free[u % 2], 0));   // the unit two above has been sent
-        CUDA_CHECK(cudaMemsetAsync(z->unit_grads[u], 0, z->shard->units[u].range.count * sizeof(float), z->compute));
+    const Buckets* buckets = &z->grad_buckets;
+    int b = buckets->of_unit[u];
+    if (bucket_in_ring(buckets, b)) {
+        if (u == buckets->first_unit[b + 1] - 1)   // the bucket two above has been sent
+            CUDA_CHECK(cudaStreamWaitEvent(z->compute, z->grad_ring_free[buckets->slot[b]], 0));
+        size_t size_bytes = z->shard->units[u].range.count * sizeof(float);
+        CUDA_CHECK(cudaMemsetAsync(z->unit_grads[u], 0, size_bytes, z->compute));
     }
     return z->unit_grads[u];
 }
 
-/* After the backward of unit u in micro-step `micro` of `num_micro`: sends what this stage sends now. */
+/* Starts the sum over ranks of unit u's gradient: a slice of it goes to `slice`, at stage 0 all stays in place. */
+static void unit_reduce(Zero* z, int u, float* slice)
+{
+    size_t count = z->shard->units[u].range.count;
+    if (z->stage == 0) comm_all_reduce(z->comm, z->unit_grads[u], count, ncclFloat32, z->reduce);
+    else comm_reduce_scatter(z->comm, slice, z->unit_grads[u], count / z->shard->num_ranks, ncclFloat32, z->reduce);
+}
+
+/* After the backward of unit u in micro-step `micro` of `num_micro`: sends what this stage sends now. A backward goes
+ * down, so a bucket is complete with its lowest unit. */
 static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
 {
-    bool boundary = micro == num_micro - 1;
-    if (!boundary && !zero_in_ring(z, u)) return;
-    stream_wait(z->reduce, z->compute, z->unit_ready, "the unit's gradient is complete");
-    Range range = z->shard->units[u].range, slice = shard_slice(z->shard, u, z->comm->rank);
-    float* whole = z->unit_grads[u];
-    if (z->stage == 0) {
-        comm_all_reduce(z->comm, whole, range.count, ncclFloat32, z->reduce);
-    } else if (z->stage == 1) {
-        comm_reduce_scatter(z->comm, whole + (slice.first - range.first), whole, slice.count, ncclFloat32, z->reduce);
-    } else {
-        float* own = zero_reduced_grad(z, u, slice.first);
-        bool adds = zero_in_ring(z, u) && micro > 0;
-        comm_reduce_scatter(z->comm, adds ? z->reduced : own, whole, slice.count, ncclFloat32, z->reduce);
-        if (adds) accumulate(own, z->reduced, slice.count, z->reduce);
-        if (zero_in_ring(z, u)) CUDA_CHECK(cudaEventRecord(z->ring_free[u % 2], z->reduce));
+    const Buckets* buckets = &z->grad_buckets;
+    int b = buckets->of_unit[u];
+    bool boundary = micro == num_micro - 1, in_ring = bucket_in_ring(buckets, b), adds = in_ring && micro > 0;
+    if (u != buckets->first_unit[b] || (!boundary && !in_ring)) return;
+    stream_wait(z->reduce, z->compute, z->edge, "the bucket's gradient is complete");
+    size_t first = shard_packed_first(z->shard, u);
+    comm_group_begin(z->comm);
+    for (int i = u; i < buckets->first_unit[b + 1]; i++) {
+        float* own = zero_reduced_grad(z, i, shard_slice(z->shard, i, z->comm->rank).first);
+        unit_reduce(z, i, adds ? z->reduced + (shard_packed_first(z->shard, i) - first) : own);
+    }
+    comm_group_end(z->comm);
+    float* own = zero_reduced_grad(z, u, shard_slice(z->shard, u, z->comm->rank).first);
+    size_t count = bucket_range(buckets, z->shard, b).count / z->shard->num_ranks;
+    if (adds) accumulate(own, z->reduced, count, z->reduce);
+    if (in_ring) CUDA_CHECK(cudaEventRecord(z->grad_ring_free[buckets->slot[b]], z->reduce));
+}
+
+// -------------------------------------------------------------------------------------------------------- the step
+static void unit_update(Zero* z, int u, AdamwConfig adamw)
+{
+    Range owned = zero_owned(z, u);
+    const Unit* unit = &z->shard->units[u];
+    for (int t = unit->first_tensor; t < unit->first_tensor + unit->num_tensors; t++) {
+        Range part = tensor_part(&z->shard->tensors[t], owned);
+        if (part.count == 0) continue;
+        size_t at = zero_state_first(z, u) + (part.first - owned.first);
+        float weight_decay = z->shard->tensors[t].decay ? adamw.weight_decay : 0.0f;
+        adamw_update(zero_own_param(z, u, part.first), z->master ? z->master + at : nullptr, z->moment1 + at,
+                     z->moment2 + at, zero_reduced_grad(z, u, part.first), part.count, weight_decay, adamw.beta1,
+                     adamw.beta2, adamw.eps, z->state, z->compute);
     }
 }
 
 /* The boundary: norm, clip, optimizer on what this rank owns, parameters gathered. Order of SEMANTICS: reduce, overflow
- * check, norm, clip, update, gather. `slot` (0 or 1) takes the step's result for the host. */
+ * check, norm, clip, update, gather. A bucket is gathered while the next is updated, and the forward that follows waits
+ * for each bucket where it needs it. `slot` (0 or 1) takes the step's result for the host. */
 static void zero_step_end(Zero* z, StepConfig config, AdamwConfig adamw, int slot)
 {
     const Shard* shard = z->shard;
-    stream_wait(z->compute, z->reduce, z->reduced_all, "every gradient has arrived");
+    stream_wait(z->compute, z->reduce, z->edge, "every gradient has arrived");
     for (int u = 0; u < shard->num_units; u++) {
         Range slice = shard_slice(shard, u, z->comm->rank);
         global_norm_accumulate(z->step_sums, z->norm_scratch, zero_reduced_grad(z, u, slice.first), slice.count,
@@ -196,21 +384,71 @@ static void zero_step_end(Zero* z, StepConfig config, AdamwConfig adamw, int slo
     comm_all_reduce(z->comm, z->step_sums, NUM_STEP_SUMS, ncclFloat64, z->compute);
     step_state_update(z->state, z->step_sums, config, z->compute);
     CUDA_CHECK(cudaMemcpyAsync(&z->h_state[slot], z->state, sizeof(StepState), cudaMemcpyDeviceToHost, z->compute));
-    for (int u = 0; u < shard->num_units; u++) {
-        Range owned = zero_owned(z, u);
-        const Unit* unit = &shard->units[u];
-        for (int t = unit->first_tensor; t < unit->first_tensor + unit->num_tensors; t++) {
-            Range part = tensor_part(&shard->tensors[t], owned);
-            if (part.count == 0) continue;
-            size_t at = zero_state_first(z, u) + (part.first - owned.first);
-            adamw_update(z->params + part.first, z->master ? z->master + at : nullptr, z->moment1 + at, z->moment2 + at,
-                         zero_reduced_grad(z, u, part.first), part.count,
-                         shard->tensors[t].decay ? adamw.weight_decay : 0.0f, adamw.beta1, adamw.beta2, adamw.eps,
-                         z->state, z->compute);
-        }
-        if (zero_slices_states(z))
-            comm_all_gather(z->comm, z->params + unit->range.first, owned.count, FLOATX_NCCL, z->compute);
+    const Buckets* buckets = &z->param_buckets;
+    for (int b = 0; b < buckets->num_buckets; b++) {
+        for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++) unit_update(z, u, adamw);
+        zero_params_changed(z, b);
     }
+}
+
+/* The first tensor with an Inf or NaN in its reduced gradient of the newest step, -1 if there is none: the same on
+ * every rank. Synchronises. */
+static int zero_first_nonfinite(Zero* z)
+{
+    const Shard* s = z->shard;
+    int first = s->num_tensors;
+    for (int t = 0; t < first; t++) {
+        int u = s->tensors[t].unit;
+        Range part = tensor_part(&s->tensors[t], shard_slice(s, u, z->comm->rank));
+        if (part.count == 0) continue;
+        double sums[2];
+        CUDA_CHECK(cudaMemsetAsync(z->step_sums, 0, sizeof sums, z->compute));
+        global_norm_accumulate(z->step_sums, z->norm_scratch, zero_reduced_grad(z, u, part.first), part.count,
+                               z->compute);
+        CUDA_CHECK(cudaMemcpyAsync(sums, z->step_sums, sizeof sums, cudaMemcpyDeviceToHost, z->compute));
+        CUDA_CHECK(cudaStreamSynchronize(z->compute));
+        if (sums[NUM_NONFINITE] > 0) first = t;
+    }
+    first = -(int)comm_max_host(z->comm, -first);
+    return first < s->num_tensors ? first : -1;
+}
+
+/* Bytes this rank sends in one step, by the same arithmetic as the collectives. */
+typedef struct WireBytes { size_t gradients, parameters, sums; } WireBytes;
+
+/* Elements that the ring gathers in one step: up through the buckets, down again; what is still held is free. */
+static size_t ring_gathered_elems(const Zero* z)
+{
+    const Buckets* buckets = &z->param_buckets;
+    int held[RING_SIZE] = {-1, -1}, num_passes = 2 * z->num_micro_steps;
+    size_t elems = 0;
+    for (int pass = 0; pass < num_passes; pass++) {
+        for (int i = 0; i < buckets->num_buckets; i++) {
+            int b = pass % 2 == 0 ? i : buckets->num_buckets - 1 - i;
+            if (!bucket_in_ring(buckets, b) || held[buckets->slot[b]] == b) continue;
+            held[buckets->slot[b]] = b;
+            elems += bucket_range(buckets, z->shard, b).count;
+        }
+    }
+    return elems;
+}
+
+static WireBytes zero_wire_bytes(const Zero* z)
+{
+    const Shard* s = z->shard;
+    const Comm* c = z->comm;
+    WireBytes bytes = {};
+    bytes.sums = comm_all_reduce_bytes(c, NUM_STEP_SUMS, sizeof(double));
+    for (int u = 0; u < s->num_units; u++) {
+        size_t count = s->units[u].range.count, slice = count / s->num_ranks;
+        size_t num_reductions = unit_in_ring(&z->grad_buckets, u) ? z->num_micro_steps : 1;
+        if (z->stage == 0) bytes.gradients += comm_all_reduce_bytes(c, count, sizeof(float));
+        else bytes.gradients += num_reductions * comm_scatter_bytes(c, slice, sizeof(float));
+        if (z->stage > 0 && !unit_in_ring(&z->param_buckets, u))
+            bytes.parameters += comm_scatter_bytes(c, slice, sizeof(floatX));
+    }
+    bytes.parameters += comm_scatter_bytes(c, ring_gathered_elems(z) / s->num_ranks, sizeof(floatX));
+    return bytes;
 }
 
 /* Sum over all elements of parameters (master where there is one) and moments, by tensor, the same for every R, stage
@@ -218,6 +456,7 @@ static void zero_step_end(Zero* z, StepConfig config, AdamwConfig adamw, int slo
 static unsigned long long zero_state_hash(Zero* z)
 {
     const Shard* shard = z->shard;
+    zero_params_settle(z);
     CUDA_CHECK(cudaMemsetAsync(z->hash, 0, sizeof *z->hash, z->compute));
     for (int u = 0; u < shard->num_units; u++) {
         Range slice = shard_slice(shard, u, z->comm->rank), owned = zero_owned(z, u);
@@ -227,7 +466,7 @@ static unsigned long long zero_state_hash(Zero* z)
             if (part.count == 0) continue;
             size_t at = zero_state_first(z, u) + (part.first - owned.first);
             size_t logical = shard->tensors[t].logical_first + (part.first - shard->tensors[t].first);
-            const float* values[] = {z->master ? z->master + at : (const float*)(z->params + part.first),
+            const float* values[] = {z->master ? z->master + at : (const float*)zero_own_param(z, u, part.first),
                                      z->moment1 + at, z->moment2 + at};
             for (int k = 0; k < 3; k++)
                 state_hash_accumulate(z->hash, values[k], part.count, k * shard->num_params + logical, z->compute);

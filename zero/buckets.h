@@ -1,0 +1,71 @@
+/* buckets.h: which units are sent together, and in which ring buffer they lie. Integer arithmetic only, as shard.h.
+ * A bucket is one or more neighbouring units, always whole: it takes units as long as their sum does not pass
+ * bucket_elems, and at least one. Units that are kept whole in a place of their own never share a bucket with units
+ * that go through the ring. Ring buckets use two buffers in turn:
+ *
+ *      units      0 | 1   2 | 3   4 | 5   6 | 7          0 and 7 are kept
+ *      buckets    0 |   1   |   2   |   3   | 4
+ *      buffer     - |   0   |   1   |   0   | -                                                                    */
+#pragma once
+#include "shard.h"
+
+enum { NOT_IN_RING = -1, RING_SIZE = 2 };
+
+typedef struct Buckets {
+    int num_buckets;
+    int* first_unit;        // (num_buckets + 1)
+    int* of_unit;           // (num_units)
+    int* slot;              // (num_buckets) ring buffer, or NOT_IN_RING
+    size_t slot_elems;      // the largest bucket in the ring
+    int num_slots;          // ring buffers in use, at most RING_SIZE
+} Buckets;
+
+static inline Range bucket_range(const Buckets* b, const Shard* s, int bucket)
+{
+    Range first = s->units[b->first_unit[bucket]].range, last = s->units[b->first_unit[bucket + 1] - 1].range;
+    return Range{first.first, last.first + last.count - first.first};
+}
+
+/* kept (num_units): not through the ring. */
+static void buckets_build(Buckets* b, const Shard* s, const bool* kept, size_t bucket_elems)
+{
+    *b = Buckets{};
+    b->first_unit = (int*)malloc_checked((s->num_units + 1) * sizeof(int));
+    b->of_unit = (int*)malloc_checked(s->num_units * sizeof(int));
+    b->slot = (int*)malloc_checked(s->num_units * sizeof(int));
+    size_t elems = 0;
+    int num_in_ring = 0;
+    for (int u = 0; u < s->num_units; u++) {
+        size_t count = s->units[u].range.count;
+        if (u == 0 || kept[u] != kept[u - 1] || elems + count > bucket_elems) {
+            b->slot[b->num_buckets] = kept[u] ? (int)NOT_IN_RING : num_in_ring++ % RING_SIZE;
+            b->first_unit[b->num_buckets++] = u;
+            elems = 0;
+        }
+        elems += count;
+        b->of_unit[u] = b->num_buckets - 1;
+        if (!kept[u] && elems > b->slot_elems) b->slot_elems = elems;
+    }
+    b->first_unit[b->num_buckets] = s->num_units;
+    b->num_slots = num_in_ring < RING_SIZE ? num_in_ring : (int)RING_SIZE;
+}
+
+static void buckets_free(Buckets* b)
+{
+    free(b->first_unit);
+    free(b->of_unit);
+    free(b->slot);
+    *b = Buckets{};
+}
+
+static inline bool bucket_in_ring(const Buckets* b, int bucket)
+{
+    return bucket >= 0 && bucket < b->num_buckets && b->slot[bucket] != NOT_IN_RING;
+}
+static inline bool unit_in_ring(const Buckets* b, int unit) { return bucket_in_ring(b, b->of_unit[unit]); }
+
+/* Where `unit` lies in its ring buffer. */
+static inline size_t unit_ring_offset(const Buckets* b, const Shard* s, int unit)
+{
+    return s->units[unit].range.first - s->units[b->first_unit[b->of_unit[unit]]].range.first;
+}
