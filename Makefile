@@ -8,7 +8,9 @@ HAVE_NVCC      := $(shell command -v nvcc)
 HAVE_GPU       := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 DEFAULT_DEVICE := $(if $(and $(HAVE_NVCC),$(HAVE_GPU)),cuda,cpu)
 DEVICE         ?= $(DEFAULT_DEVICE)
-BUILD          := build/$(DEVICE)
+# Variants of the emulated build: CHECK=1 (kernels/cpu/emu_check.cpp) and COVERAGE=1 (dev/coverage.sh).
+VARIANT        := $(if $(filter emu,$(DEVICE)),$(if $(CHECK),check,$(if $(COVERAGE),coverage,emu)),$(DEVICE))
+BUILD          := build/$(VARIANT)
 ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
   NUM_CORES := $(shell nproc)
   MAKEFLAGS += -j$(NUM_CORES)
@@ -50,6 +52,16 @@ else ifeq ($(DEVICE),emu)
   LINK       := $(CXX) -g -fopenmp
   LIBS       += -lopenblas
   SUPPORT    := runtime nccl blaslt emu
+  ifdef CHECK
+    # One host thread; the stand-ins themselves are not instrumented.
+    COMPILE  := $(CXX) -x c++ -std=c++17 -O1 -g $(WARN) -DDEVICE_EMU -DEMU_CHECK -Ikernels/cpu -I. $(MPI_FLAGS)
+    CHECKED  := -fsanitize=thread --param=tsan-instrument-func-entry-exit=0 -include kernels/cpu/emu_libc.h
+    SUPPORT  += emu_check
+  endif
+  ifdef COVERAGE
+    COMPILE  += -O0 --coverage
+    LINK     += --coverage
+  endif
 else ifeq ($(DEVICE),cuda)
   PREC       ?= fp32 bf16 fp16
   TEST_PRECS := $(PREC)
@@ -85,10 +97,10 @@ $(BUILD)/train_gpt: $(MAIN_OBJS) $(SUPPORT_OBJS)
 precision = -DPREC_$(shell echo $(1) | tr a-z A-Z)
 HAVE      = $(shell echo $(PREC:%=-DHAVE_%) | sed 's/HAVE_[a-z0-9]*/\U&/g')
 $(BUILD)/train_gpt.%.o: train_gpt.cu $(BUILD)/flags
-	$(COMPILE) $(call precision,$*) $(if $(filter $*,$(MAIN_PREC)),-DPREC_MAIN $(HAVE)) $(MMD) -c $< -o $@
+	$(COMPILE) $(call precision,$*) $(if $(filter $*,$(MAIN_PREC)),-DPREC_MAIN $(HAVE)) $(CHECKED) $(MMD) -c $< -o $@
 
 $(BUILD)/%.o: kernels/cpu/%.cpp $(BUILD)/flags
-	$(COMPILE) $(MMD) -c $< -o $@
+	$(COMPILE) $(if $(CHECKED),-O2) $(MMD) -c $< -o $@
 
 # ---- tests ------------------------------------------------------------------------------------------------------
 # Each test/test_NAME.{cu,cpp} is a program. The op tests are built once per precision: test_ops.fp32 ...
@@ -103,13 +115,13 @@ list-tests:
 	@echo $(TEST_BINS)
 
 $(BUILD)/test_ops.%.o: test/test_ops.cu $(BUILD)/flags
-	$(COMPILE) $(call precision,$*) -DOP_TESTS $(MMD) -c $< -o $@
+	$(COMPILE) $(call precision,$*) -DOP_TESTS $(CHECKED) $(MMD) -c $< -o $@
 $(BUILD)/test_ops.%: $(BUILD)/test_ops.%.o $(SUPPORT_OBJS)
 	$(LINK) $^ -o $@ $(LIBS)
 $(BUILD)/test_%.o: test/test_%.cu $(BUILD)/flags
-	$(COMPILE) $(MMD) -c $< -o $@
+	$(COMPILE) $(CHECKED) $(MMD) -c $< -o $@
 $(BUILD)/test_%.o: test/test_%.cpp $(BUILD)/flags
-	$(COMPILE) $(MMD) -c $< -o $@
+	$(COMPILE) $(CHECKED) $(MMD) -c $< -o $@
 $(BUILD)/test_%: $(BUILD)/test_%.o $(SUPPORT_OBJS)
 	$(LINK) $^ -o $@ $(LIBS)
 
@@ -119,11 +131,17 @@ test:
 # What a script in dev/ measures with.
 $(BUILD)/bench_%: dev/bench_%.cpp $(BUILD)/flags
 	$(COMPILE) $(MMD) $< -o $@ $(LIBS)
+$(BUILD)/bench_%.o: dev/bench_%.cu $(BUILD)/flags
+	$(COMPILE) $(call precision,$(lastword $(filter-out fp16,$(TEST_PRECS)))) $(MMD) -c $< -o $@
+$(BUILD)/bench_%: $(BUILD)/bench_%.o $(SUPPORT_OBJS)
+	$(LINK) $^ -o $@ $(LIBS)
 
 # Registers that do not fit are spilled to memory: no kernel may. Compiles for the GPU, needs none.
 spills:
 	@rm -rf build/spills
-	$(MAKE) DEVICE=cuda SPILLS=1 BUILD=build/spills build/spills/train_gpt 2>&1 | dev/spills.py
+	$(MAKE) -Otarget DEVICE=cuda SPILLS=1 BUILD=build/spills build/spills/train_gpt 2>&1 | dev/spills.py $(SPILLS_TABLE)
+kernel-table:
+	$(MAKE) spills ARCH="80 90 100" SPILLS_TABLE="--table dev/kernels.md"
 
 lint:
 	@dev/lint.py
@@ -132,7 +150,7 @@ lint:
 MMD      = -MMD -MP -MF $(@:.o=.d)
 COMPILE += $(if $(SPILLS),-Xptxas -v)
 
-FLAGS    = $(COMPILE) $(LINK) $(LIBS) $(PREC)
+FLAGS    = $(COMPILE) $(CHECKED) $(LINK) $(LIBS) $(PREC)
 # A change of flags rebuilds: the file is touched only when its text differs.
 $(BUILD)/flags: force
 	@mkdir -p $(BUILD)
@@ -147,16 +165,22 @@ help:
 	@echo "make test           build and run every test of this device (scripts/test.sh runs all devices)"
 	@echo "make lint           check the look of the source: lengths, layers, checked calls, scripts"
 	@echo "make spills         compile the CUDA kernels and fail if one spills registers"
+	@echo "make kernel-table   the same for sm_80 sm_90 sm_100, and write dev/kernels.md"
 	@echo "make clean          remove what was built"
 	@echo
 	@echo "DEVICE=cpu          g++, OpenMP, OpenBLAS; needs no GPU and no CUDA toolkit"
 	@echo "DEVICE=emu          the CUDA kernels themselves, run on the CPU: for tests"
+	@echo "DEVICE=emu CHECK=1  the same, and every memory access is checked for races and bounds (build/check)"
 	@echo "DEVICE=cuda         nvcc, cuBLASLt, NCCL"
 	@echo "PREC='fp32 bf16'    precisions to compile (now: $(PREC))"
 	@echo "ARCH='80 90'        GPU architectures (cuda; default: the cards found, else 80 90 100)"
 	@echo "NO_MPI=1 NO_NCCL=1  one process: leave MPI or NCCL out"
 
-.PHONY: all tests list-tests test spills lint clean help force
+# For scripts: make -s DEVICE=emu print-COMPILE
+print-%:
+	@echo '$($*)'
+
+.PHONY: all tests list-tests test spills kernel-table lint clean help force
 .SECONDARY:
 DEPENDENCIES := $(wildcard $(BUILD)/*.d)
 $(DEPENDENCIES): ;

@@ -545,14 +545,6 @@ static void linear_forward(const Model* m, int unit, int row, floatX* out, const
                    m->zero->compute);
 }
 
-/* pre (N,OC) = the linear layer whose weight is `row`, of inp (N,IC); out (N,OC) = gelu(pre). */
-static void linear_gelu_forward(const Model* m, int unit, int row, floatX* out, floatX* pre, const floatX* inp, int N,
-                                int IC, int OC)
-{
-    matmul_forward_gelu(out, pre, inp, model_param(m, unit, row), model_param(m, unit, row + 1), N, IC, OC,
-                        linear_layout(m), m->config.gelu, m->zero->compute);
-}
-
 /* Block `layer` on B*T rows. The residual stream arrives as residual_in (N,C) plus, except for the first block, the
  * branch of the block below. Leaves residual_2 and a new branch. */
 static void block_forward(Model* m, int layer, int B, int T)
@@ -577,7 +569,8 @@ static void block_forward(Model* m, int layer, int B, int T)
         linear_forward(m, unit, FC_WEIGHT, m->fc + row * FC, m->norm_2 + row * C, N, C, FC);
         swiglu_forward(m->fc_act + row * F, m->fc + row * FC, N, F, stream);
     } else {
-        linear_gelu_forward(m, unit, FC_WEIGHT, m->fc_act + row * F, m->fc + row * FC, m->norm_2 + row * C, N, C, FC);
+        matmul_forward_gelu(m->fc_act + row * F, m->fc + row * F, m->norm_2 + row * C, model_param(m, unit, FC_WEIGHT),
+                            model_param(m, unit, FC_BIAS), N, C, F, linear_layout(m), c->gelu, stream);
     }
     linear_forward(m, unit, FCPROJ_WEIGHT, m->branch, m->fc_act + row * F, N, F, C);
 }
@@ -656,17 +649,6 @@ static void linear_backward(const Model* m, int unit, int row, floatX* dinp, con
     matmul_backward_input(dinp, dout, model_param(m, unit, row), N, IC, OC, linear_layout(m), false, stream);
 }
 
-/* As linear_backward where inp = gelu(pre): dpre (N,IC) =. */
-static void linear_gelu_backward(const Model* m, int unit, int row, floatX* dpre, const floatX* dout, const floatX* inp,
-                                 const floatX* pre, int N, int IC, int OC)
-{
-    cudaStream_t stream = m->zero->compute;
-    matmul_backward_weight(model_grad(m, unit, row), model_grad(m, unit, row + 1), m->scratch, dout, inp, N, IC, OC,
-                           linear_layout(m), stream);
-    matmul_backward_input_gelu(dpre, dout, model_param(m, unit, row), pre, N, IC, OC, linear_layout(m), m->config.gelu,
-                               stream);
-}
-
 /* Gradient through block `layer`: m->dresidual (N,C) goes in as the gradient of its output, and out as that of its
  * input. */
 static void block_backward(Model* m, int layer, int B, int T)
@@ -677,12 +659,14 @@ static void block_backward(Model* m, int layer, int B, int T)
     int Q = (int)config_dim(c, Dim::Q), QKV = (int)config_dim(c, Dim::QKV);
     size_t row = (size_t)layer * m->B * m->T;
     // MLP
-    const floatX *fc = m->fc + row * FC, *fc_act = m->fc_act + row * F;
     if (is_llama(m)) {
-        linear_backward(m, unit, FCPROJ_WEIGHT, m->dfc_act, m->dresidual, fc_act, N, F, C);
-        swiglu_backward(m->dfc, m->dfc_act, fc, N, F, stream);
+        linear_backward(m, unit, FCPROJ_WEIGHT, m->dfc_act, m->dresidual, m->fc_act + row * F, N, F, C);
+        swiglu_backward(m->dfc, m->dfc_act, m->fc + row * FC, N, F, stream);
     } else {
-        linear_gelu_backward(m, unit, FCPROJ_WEIGHT, m->dfc, m->dresidual, fc_act, fc, N, F, C);
+        matmul_backward_weight(model_grad(m, unit, FCPROJ_WEIGHT), model_grad(m, unit, FCPROJ_BIAS), m->scratch,
+                               m->dresidual, m->fc_act + row * F, N, F, C, linear_layout(m), stream);
+        matmul_backward_input_gelu(m->dfc, m->dresidual, model_param(m, unit, FCPROJ_WEIGHT), m->fc + row * F, N, F, C,
+                                   linear_layout(m), c->gelu, stream);
     }
     linear_backward(m, unit, FC_WEIGHT, m->dnorm, m->dfc, m->norm_2 + row * C, N, C, FC);
     norm_backward(m, unit, NORM_2_WEIGHT, m->residual_2 + row * C, m->norm_2_mean, m->norm_2_rstd, row, N);

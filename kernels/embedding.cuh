@@ -22,7 +22,7 @@ static void embedding_forward_cpu(floatX* out, const int* tokens, const floatX* 
         floatX* row = out + (size_t)n * C;
         const floatX* token_row = wte + (size_t)tokens[n] * C;
         if (wpe == nullptr) {
-            memcpy((void*)row, token_row, (size_t)C * sizeof(floatX));
+            memcpy(row, token_row, (size_t)C * sizeof(floatX));
             continue;
         }
         const floatX* position_row = wpe + (size_t)(n % T) * C;
@@ -183,7 +183,7 @@ static void embedding_backward(float* dwte, float* dwpe, const floatX* dout, con
     ON_CPU(embedding_backward_cpu(dwte, dwpe, dout, tokens, B, T, C));
 #ifndef DEVICE_CPU
     if (is_vec(dwte, C) && is_vec(dwpe, C) && is_vec(dout, C))
-        embedding_backward_launch<VEC>(dwte, dwpe, dout, tokens, B, T, C, stream);
+        embedding_backward_launch<4>(dwte, dwpe, dout, tokens, B, T, C, stream);
     else
         embedding_backward_launch<1>(dwte, dwpe, dout, tokens, B, T, C, stream);
 #endif

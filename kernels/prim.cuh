@@ -5,6 +5,7 @@
  *   DEV, HOSTDEV                 device function, host and device function
  *   warp_sum warp_max            over all 32 lanes, same bits in each (butterfly order)
  *   Vec128<T>, ld128 st128       16 bytes of T, aligned; _stream: read or written once, keep it out of the caches
+ *   load_whole store_whole       a struct of up to 16 bytes as one access
  *   cp_async16 _commit _wait<N>  global to shared, 16 bytes, asynchronous; valid = false writes zeros
  *   ldmatrix_x4(_trans)          four 8x8 matrices of 16-bit elements, one row address a lane
  *   mma_m16n8k16<T>              d(16,8) += a(16,16) b(16,8), T = __nv_bfloat16 or __half, fp32 accumulators
@@ -144,19 +145,28 @@ template <class T> struct __align__(16) Vec128 {
 };
 
 #ifdef DEVICE_EMU
+template <class V> DEV V load_whole(const V* p)
+{
+    V x;
+    emu_load(&x, p, sizeof x);
+    return x;
+}
+template <class V> DEV void store_whole(V* p, const V& x) { emu_store(p, &x, sizeof x); }
 template <class T> DEV Vec128<T> ld128(const T* p, EMU_CALLER)
 {
     emu_check_aligned(p, 16, "ld128", file, line);
-    return *reinterpret_cast<const Vec128<T>*>(p);
+    return load_whole((const Vec128<T>*)p);
 }
 template <class T> DEV void st128(T* p, const Vec128<T>& x, EMU_CALLER)
 {
     emu_check_aligned(p, 16, "st128", file, line);
-    *reinterpret_cast<Vec128<T>*>(p) = x;
+    store_whole((Vec128<T>*)p, x);
 }
 template <class T> DEV Vec128<T> ld128_stream(const T* p, EMU_CALLER) { return ld128(p, file, line); }
 template <class T> DEV void st128_stream(T* p, const Vec128<T>& x, EMU_CALLER) { st128(p, x, file, line); }
 #else
+template <class V> DEV V load_whole(const V* p) { return *p; }
+template <class V> DEV void store_whole(V* p, const V& x) { *p = x; }
 template <class T> DEV Vec128<T> vec128_from_bits(uint4 bits)
 {
     Vec128<T> x;

@@ -27,7 +27,7 @@ template <int W, class T> DEV void load_vec(float (&x)[W], const T* p)
             for (int i = 0; i < SIZE; i++) x[k + i] = load_f(v[i]);
         }
     } else if constexpr (W * sizeof(T) == 8) {
-        HalfVec<T> v = *reinterpret_cast<const HalfVec<T>*>(p);
+        HalfVec<T> v = load_whole(reinterpret_cast<const HalfVec<T>*>(p));
 #pragma unroll
         for (int i = 0; i < W; i++) x[i] = load_f(v.v[i]);
     } else {
@@ -51,7 +51,7 @@ template <int W, class T> DEV void store_vec(T* p, const float (&x)[W])
         HalfVec<T> v;
 #pragma unroll
         for (int i = 0; i < W; i++) store_f(&v.v[i], x[i]);
-        *reinterpret_cast<HalfVec<T>*>(p) = v;
+        store_whole(reinterpret_cast<HalfVec<T>*>(p), v);
     } else {
 #pragma unroll
         for (int i = 0; i < W; i++) store_f(p + i, x[i]);

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds and runs every test; the last line is the sum of all: "N passed, N failed, N skipped".
-#   scripts/test.sh [--full] [DEVICE ...]        DEVICE: cpu, emu, cuda; default cpu and emu, and cuda where nvcc is
+#   scripts/test.sh [--full] [DEVICE ...]   DEVICE: cpu, emu, check, cuda; default all, cuda where nvcc is
+# check is the checked variant of emu: every memory access of kernels and host code is looked at.
 # Without a GPU the cuda build is compiled and linked, not run. --full adds the long tests.
 # Each test's own output is kept in build/logs/ and shown when it fails.
 set -uo pipefail
@@ -11,12 +12,12 @@ devices=()
 for arg in "$@"; do
     case $arg in
         --full) full=1 ;;
-        cpu | emu | cuda) devices+=("$arg") ;;
-        *) echo "usage: scripts/test.sh [--full] [cpu|emu|cuda ...]" >&2; exit 2 ;;
+        cpu | emu | check | cuda) devices+=("$arg") ;;
+        *) echo "usage: scripts/test.sh [--full] [cpu|emu|check|cuda ...]" >&2; exit 2 ;;
     esac
 done
 if [ ${#devices[@]} = 0 ]; then
-    devices=(cpu emu cuda)
+    devices=(cpu emu check cuda)
 fi
 
 passed=0 failed=0 skipped=0
@@ -66,6 +67,31 @@ run_programs() {
     done
 }
 
+# The op tests under five orders of the scheduler; what falls back when cuBLASLt refuses an epilogue.
+run_seeds() {
+    local program name seed
+    for program in build/emu/test_ops.*[a-z0-9]; do
+        case $program in *.o | *.d) continue ;; esac
+        name=$(basename "$program")
+        for seed in 1 2 3 4; do EMU_SEED=$seed run "emu-$name-seed-$seed" "$program"; done
+        EMU_NO_EPILOGUE=1 run "emu-$name-unfused" "$program" matmul
+    done
+}
+
+run_checked() {
+    local program name
+    for program in $(make -s DEVICE=emu CHECK=1 list-tests); do
+        name=$(basename "$program")
+        case $name in
+            test_emu) run "check-$name" "$program" ;;
+            test_nccl) run "check-$name-2" mpirun -np 2 "$program" ;;
+            test_ops.*)
+                for seed in 0 1; do EMU_SEED=$seed run "check-$name-seed-$seed" "$program"; done
+                run "check-$name-traffic" "$program" --traffic ;;
+        esac
+    done
+}
+
 if ! scripts/setup.sh > "$logs/setup.log" 2>&1; then
     cat "$logs/setup.log"
     exit 1
@@ -79,14 +105,23 @@ for device in "${devices[@]}"; do
         skip cuda-build "no nvcc here"
         continue
     fi
+    if [ "$device" = check ]; then
+        run check-build make DEVICE=emu CHECK=1 all tests && run_checked
+        continue
+    fi
     run "$device-build" make DEVICE="$device" all tests || continue
     if [ "$device" = cuda ] && ! have_gpu; then
         skip cuda-run "compiled and linked; no GPU here to run it on"
         continue
     fi
     run_programs "$device"
+    [ "$device" = emu ] && run_seeds
     export "TRAIN_GPT_${device^^}=build/$device/train_gpt"
 done
+if [ $full = 1 ]; then
+    run coverage dev/coverage.sh
+    run mutations dev/mutate.py
+fi
 export TRAIN_GPT_FULL=$full
 run pytest .venv/bin/python -m pytest -q -p no:cacheprovider test
 

@@ -134,7 +134,7 @@ static void test_memory(void)
     report(device_used_bytes() == used && peak_stays, "freed bytes return, the peak stays");
     device_set_budget((size_t)2 << 30);
 #endif
-#ifdef DEVICE_EMU
+#if defined(DEVICE_EMU) && !defined(EMU_CHECK)   // the checker does not let it be read
     float* fresh = device_new<float>(3);
     download(host, fresh, 3);
     report(host[0] != host[0] && host[2] != host[2], "fresh memory is NaN");
@@ -259,7 +259,7 @@ static __global__ void atomics_kernel(int* counters, float* sum, unsigned long l
     atomicAdd(&counters[0], 1);
     atomicMax(&counters[1], i);
     atomicMin(&counters[2], -i);
-    for (int old = counters[3], seen;; old = seen) {
+    for (int old = 0, seen;; old = seen) {
         seen = atomicCAS(&counters[3], old, old + 2);
         if (seen == old) break;
     }
@@ -508,6 +508,9 @@ static void test_streams(void)
 #include "test_emu_blaslt.h"
 #ifdef DEVICE_EMU
 #include "test_emu_mistakes.h"
+#ifdef EMU_CHECK
+#include "test_emu_checks.h"
+#endif
 #endif
 #endif
 
@@ -525,6 +528,9 @@ static int run_tests(void)
     test_launch_errors();
     test_streams();
     test_blaslt();
+#ifdef EMU_CHECK
+    test_counts();
+#endif
 #endif
     printf("%d passed, %d failed\n", num_passed, num_failed);
     return num_failed != 0;
@@ -532,7 +538,10 @@ static int run_tests(void)
 
 int main(int argc, char** argv)
 {
-#ifdef DEVICE_EMU
+#if defined(EMU_CHECK)
+    if (argc == 1) return run_checks(argv[0]);
+    if (argc == 3 && strcmp(argv[1], "--mistake") == 0) return make_checked_mistake(argv[2]);
+#elif defined(DEVICE_EMU)
     if (argc == 1) return run_seeds_and_mistakes(argv[0]);
 #endif
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));

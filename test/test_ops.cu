@@ -1,5 +1,6 @@
 /* test_ops.cu: tests and times every op. The same source is built for the CPU, for the emulator and for a GPU.
  *   test_ops [FILTER]          checks the rows whose name contains FILTER; all without one
+ *   test_ops --traffic         counts what ops move, against their cost lines (checked emulated build)
  *   test_ops --bench [FILTER]  times the bench rows, in percent of what memory gives
  * Built with -DOP_TESTS; optest.h explains the rule that decides. Exit code 1 when a row fails. */
 #ifndef OP_TESTS
@@ -18,6 +19,9 @@
 #include "../kernels/accumulate.cuh"
 #include "../kernels/global_norm.cuh"
 #include "../kernels/optimizer.cuh"
+#ifdef EMU_CHECK
+#include "test_emu_traffic.h"
+#endif
 
 /* What memory gives when nothing is computed: the mark that ops bound by bandwidth are judged against. On the CPU two
  * reads and a write per element (AdamW and layernorm look like that), on a GPU a copy. */
@@ -52,6 +56,9 @@ static double memory_gbps_measure()
 
 int main(int argc, char** argv)
 {
+#ifdef EMU_CHECK
+    if (argc == 2 && strcmp(argv[1], "--traffic") == 0) return traffic_main();
+#endif
     const bool bench = argc > 1 && strcmp(argv[1], "--bench") == 0;
     const char* filter = argc > 1 + bench ? argv[1 + bench] : "";
     OpTotals totals = {};

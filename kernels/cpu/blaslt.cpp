@@ -10,6 +10,7 @@
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include "emu_check.h"
 #include "stream.h"
 
 extern "C" void openblas_set_num_threads(int num_threads);
@@ -167,9 +168,47 @@ static void matmul_one(const Matmul* mm, int batch)
     free(out);
 }
 
+/* Column by column (row by row): what lies between them belongs to others. */
+static void matrix_touch(const void* p, const Layout* l, Access access, const char* place)
+{
+    if (!EMU_CHECKED) return;
+    bool by_col = l->order == CUBLASLT_ORDER_COL;
+    size_t num_lines = by_col ? l->cols : l->rows, line_elems = by_col ? l->rows : l->cols, size = type_bytes(l->type);
+    if (l->ld == (int64_t)line_elems) {
+        line_elems *= num_lines;
+        num_lines = 1;
+    }
+    for (int batch = 0; batch < l->batch_count; batch++) {
+        for (size_t i = 0; i < num_lines; i++) {
+            size_t first = (size_t)batch * (size_t)l->batch_stride + i * (size_t)l->ld;
+            check_range((const char*)p + first * size, line_elems * size, access, place);
+        }
+    }
+}
+
+static void matmul_touch(const Matmul* mm)
+{
+    const Desc* desc = &mm->desc;
+    size_t bias_bytes = bias_elems(mm) * type_bytes(desc->bias_type);
+    matrix_touch(mm->a, &mm->a_layout, Access::READ, "cublasLtMatmul, A");
+    matrix_touch(mm->b, &mm->b_layout, Access::READ, "cublasLtMatmul, B");
+    if (mm->beta != 0) matrix_touch(mm->c, &mm->c_layout, Access::READ, "cublasLtMatmul, C");
+    if (has_bias(desc->epilogue)) check_range(desc->bias, bias_bytes, Access::READ, "cublasLtMatmul, bias");
+    if (has_bias_gradient(desc->epilogue)) check_range(desc->bias, bias_bytes, Access::WRITE, "cublasLtMatmul, bias");
+    if (has_aux(desc->epilogue)) {
+        Layout aux = {desc->aux_type, CUBLASLT_ORDER_COL, mm->m, mm->n, desc->aux_ld, mm->d_layout.batch_count,
+                      desc->aux_stride};
+        matrix_touch(desc->aux, &aux, has_dgelu(desc->epilogue) ? Access::READ : Access::WRITE, "cublasLtMatmul, aux");
+    }
+    matrix_touch(mm->d, &mm->d_layout, Access::WRITE, "cublasLtMatmul, D");
+    if (mm->workspace_bytes > 0)
+        check_range(mm->workspace, mm->workspace_bytes, Access::WRITE, "cublasLtMatmul, workspace");
+}
+
 static bool matmul_run(void* arg)
 {
     const Matmul* mm = (const Matmul*)arg;
+    matmul_touch(mm);
     if (mm->workspace_bytes > 0) memset(mm->workspace, EMU_FILL_BYTE, mm->workspace_bytes);
     for (int batch = 0; batch < mm->d_layout.batch_count; batch++) matmul_one(mm, batch);
     emu_check_device_gaps("cublasLtMatmul");

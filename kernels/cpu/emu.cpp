@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <sys/mman.h>
 #include "emu.h"
+#include "emu_check.h"
 #include "stream.h"
 #if !defined(__x86_64__) || defined(EMU_UCONTEXT)      // EMU_UCONTEXT: to test the portable way here
 #include <ucontext.h>
@@ -60,7 +61,12 @@ dim3 emu_block_dim, emu_grid_dim;
 
 enum class State : uint8_t { RUNNING, READY, AT_BARRIER, IN_WARP_CALL, EXITED };
 
-struct AsyncCopy { char* dst; const char* src; bool valid, done; int group; };
+struct AsyncCopy {
+    char* dst;
+    const char *src, *file;
+    int line, group;
+    bool valid, done;
+};
 
 struct Thread {
     uint3 idx;
@@ -85,7 +91,7 @@ static Thread threads[MAX_THREADS];
 static Warp warps[MAX_WARPS];
 static int start_order[MAX_THREADS];
 static int num_threads, num_live, num_unstarted;
-static int current = -1;                             // the running thread
+int emu_current = -1;                                // the running thread
 
 void emu_die(const char* fmt, ...)
 {
@@ -96,14 +102,14 @@ void emu_die(const char* fmt, ...)
     va_end(args);
     unsigned long long seed = emu_options.seed;
     if (launch == nullptr) die("emulator: %s [seed %llu]", text, seed);
-    if (current < 0) die("emulator: %s [kernel %s, block (%u,%u,%u), seed %llu]", text, launch->name, emu_block_idx.x,
+    if (emu_current < 0) die("emulator: %s [kernel %s, block (%u,%u,%u), seed %llu]", text, launch->name, emu_block_idx.x,
                          emu_block_idx.y, emu_block_idx.z, seed);
-    uint3 t = threads[current].idx;
+    uint3 t = threads[emu_current].idx;
     die("emulator: %s [kernel %s, block (%u,%u,%u), thread (%u,%u,%u), seed %llu]", text, launch->name,
         emu_block_idx.x, emu_block_idx.y, emu_block_idx.z, t.x, t.y, t.z, seed);
 }
 
-int emu_lane(void) { return current & 31; }
+int emu_lane(void) { return emu_current & 31; }
 
 void emu_check_aligned(const void* p, size_t align, const char* what, const char* file, int line)
 {
@@ -176,6 +182,11 @@ static void fiber_switch(Fiber* from, Fiber* to)
 }
 #endif
 
+bool emu_is_stack(const void* p)
+{
+    return (const char*)p >= stacks && (const char*)p < stacks + STACK_BYTES * MAX_THREADS;
+}
+
 bool emu_is_stack_guard(const void* p)
 {
     return stacks != nullptr && (const char*)p < stacks && (const char*)p >= stacks - STACK_GUARD_BYTES;
@@ -230,7 +241,7 @@ static int take_ready(void)                          // seed 0: first come, firs
 
 static void set_current(int thread)
 {
-    current = thread;
+    emu_current = thread;
     emu_thread_idx = threads[thread].idx;
     threads[thread].state = State::RUNNING;
 }
@@ -250,7 +261,7 @@ static void set_current(int thread)
         num_shown++;
     }
     int num_waiting = num_live;
-    current = -1;
+    emu_current = -1;
     emu_die("deadlock in a block: %d of %d threads wait for the others%s", num_waiting, num_threads, text);
 }
 
@@ -259,7 +270,7 @@ static int pick_fiber(void)
 {
     bool start = num_unstarted > 0 && (!any_ready() || emu_options.seed == 0 || coin());
     if (start) {
-        current = -1;
+        emu_current = -1;
         return fiber_take();
     }
     if (!any_ready()) {
@@ -267,7 +278,7 @@ static int pick_fiber(void)
         return -1;
     }
     set_current(take_ready());
-    return threads[current].fiber;
+    return threads[emu_current].fiber;
 }
 
 static void go_to_fiber(int from, int to)
@@ -279,13 +290,13 @@ static void go_to_fiber(int from, int to)
 /* The running thread gives way; its state says what it waits for. Returns when it has been picked again. */
 static void give_way(void)
 {
-    int me = current, fiber = current_fiber, next = pick_fiber();
-    if (next != fiber || current != me) go_to_fiber(fiber, next);
+    int me = emu_current, fiber = current_fiber, next = pick_fiber();
+    if (next != fiber || emu_current != me) go_to_fiber(fiber, next);
 }
 
 static void wait_at(State state, const char* what, const char* file, int line)
 {
-    Thread* t = &threads[current];
+    Thread* t = &threads[emu_current];
     t->state = state;
     t->what = what;
     t->file = file;
@@ -295,7 +306,7 @@ static void wait_at(State state, const char* what, const char* file, int line)
 
 void emu_yield(void)
 {
-    make_ready(current);
+    make_ready(emu_current);
     give_way();
 }
 
@@ -314,6 +325,7 @@ static void barrier_release(void)
     else if (barrier.kind == EmuBarrier::OR) barrier.result = barrier.num_true > 0;
     else barrier.result = barrier.num_true == barrier.num_arrived;
     int num_arrived = barrier.num_arrived;
+    check_barrier();
     barrier.num_arrived = barrier.num_true = 0;
     for (int i = 0; i < num_arrived; i++) make_ready(barrier.waiting[i]);
 }
@@ -335,7 +347,7 @@ int emu_barrier(EmuBarrier kind, int predicate, const char* file, int line)
         emu_die("threads of one block meet at different barriers: %s:%d and %s:%d", file, line, barrier.file,
                 barrier.line);
     }
-    barrier.waiting[barrier.num_arrived++] = current;
+    barrier.waiting[barrier.num_arrived++] = emu_current;
     barrier.num_true += predicate != 0;
     if (barrier.num_arrived < num_live) wait_at(State::AT_BARRIER, "__syncthreads", file, line);
     else {
@@ -379,7 +391,7 @@ void emu_warp_call(const char* what, unsigned mask, void* lane_arg, EmuWarpFn fn
 {
     counts.warp_calls++;
     if (launch == nullptr) emu_die("%s at %s:%d outside of a kernel", what, file, line);
-    Warp* warp = &warps[current >> 5];
+    Warp* warp = &warps[emu_current >> 5];
     WarpCall* call = warp_call_join(warp, what, mask, file, line);
     unsigned bit = 1u << emu_lane();
     call->lane_args[emu_lane()] = lane_arg;
@@ -389,8 +401,9 @@ void emu_warp_call(const char* what, unsigned mask, void* lane_arg, EmuWarpFn fn
         return;
     }
     if (fn != nullptr) fn(call->lane_args, mask);
+    else check_syncwarp(emu_current & ~31, mask);
     *call = warp->calls[--warp->num_calls];
-    int first_lane = current & ~31;
+    int first_lane = emu_current & ~31;
     for (unsigned rest = mask & ~bit; rest != 0; rest &= rest - 1) make_ready(first_lane + __builtin_ctz(rest));
     if (coin()) emu_yield();
 }
@@ -453,6 +466,7 @@ static char* shared_new(const void* key, size_t size_bytes, const char* name)
 {
     if (num_shared_objects == MAX_SHARED_OBJECTS) emu_die("more than %d shared arrays", MAX_SHARED_OBJECTS);
     char* p = shared_arena + shared_used_bytes;
+    check_alloc(Memory::SHARED, p, size_bytes);
     size_t end = shared_used_bytes + size_bytes;
     shared_used_bytes = (end + 2 * SHARED_GAP - 1) / SHARED_GAP * SHARED_GAP;    // a gap of SHARED_GAP bytes or more
     memset(p, EMU_FILL_BYTE, size_bytes);
@@ -463,6 +477,10 @@ static char* shared_new(const void* key, size_t size_bytes, const char* name)
 
 static void shared_reset(void)
 {
+    static bool known;
+    if (!known) check_arena(Memory::SHARED, shared_arena, SHARED_ARENA_BYTES);
+    known = true;
+    check_free(Memory::SHARED, shared_arena, shared_used_bytes);
     num_shared_objects = 0;
     shared_used_bytes = SHARED_GAP;
     emu_gap_fill(shared_arena, SHARED_GAP);
@@ -527,26 +545,29 @@ void emu_cp_async16(void* dst, const void* src, bool valid, const char* file, in
     emu_check_aligned(dst, 16, "cp_async16, destination", file, line);
     if (valid) emu_check_aligned(src, 16, "cp_async16, source", file, line);
     check_shared_range(dst, 16, "cp_async16, destination", file, line);
-    Thread* t = &threads[current];
+    Thread* t = &threads[emu_current];
     if (t->num_copies == t->copies_capacity) {
         t->copies_capacity = t->copies_capacity > 0 ? 2 * t->copies_capacity : 32;
         t->copies = (AsyncCopy*)realloc(t->copies, (size_t)t->copies_capacity * sizeof(AsyncCopy));
         ENSURE(t->copies != nullptr, "out of host memory");
     }
     AsyncCopy* copy = &t->copies[t->num_copies++];
-    *copy = {(char*)dst, (const char*)src, valid, false, t->open_group};
+    *copy = {(char*)dst, (const char*)src, file, line, t->open_group, valid, false};
+    check_async_issue(dst, src, valid, file, line);
     if (emu_options.cp_async == 1 || (emu_options.cp_async == 0 && coin())) copy_do(copy);
 }
 
-void emu_cp_async_commit(void) { threads[current].open_group++; }
+void emu_cp_async_commit(void) { threads[emu_current].open_group++; }
 
 void emu_cp_async_wait(int num_groups_left)
 {
-    Thread* t = &threads[current];
+    Thread* t = &threads[emu_current];
     int num_kept = 0;
     for (int i = 0; i < t->num_copies; i++) {
-        if (t->copies[i].group < t->open_group - num_groups_left) copy_do(&t->copies[i]);
-        else t->copies[num_kept++] = t->copies[i];
+        if (t->copies[i].group < t->open_group - num_groups_left) {
+            copy_do(&t->copies[i]);
+            check_async_done(t->copies[i].dst, t->copies[i].file, t->copies[i].line);
+        } else t->copies[num_kept++] = t->copies[i];
     }
     t->num_copies = num_kept;
 }
@@ -576,6 +597,7 @@ void emu_ldmatrix_x4(uint32_t (&r)[4], const void* row, bool transposed, const c
 {
     emu_check_aligned(row, 16, "ldmatrix_x4", file, line);
     check_shared_range(row, 16, "ldmatrix_x4", file, line);
+    check_warp_read(row, 16, file, line);
     MatrixRow arg = {r, row};
     if (transposed) emu_warp_call("ldmatrix_x4_trans", 0xFFFFFFFFu, &arg, ldmatrix_transposed, file, line);
     else emu_warp_call("ldmatrix_x4", 0xFFFFFFFFu, &arg, ldmatrix_plain, file, line);
@@ -635,7 +657,7 @@ void emu_mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)
 
 static void thread_exit(void)
 {
-    Thread* t = &threads[current];
+    Thread* t = &threads[emu_current];
     if (t->num_copies > 0) {                         // what was never waited for still lands
         t->open_group++;
         emu_cp_async_wait(0);
@@ -644,7 +666,7 @@ static void thread_exit(void)
         emu_die("a thread used more than %zu bytes of stack", STACK_BYTES);
     t->state = State::EXITED;
     num_live--;
-    Warp* warp = &warps[current >> 5];
+    Warp* warp = &warps[emu_current >> 5];
     warp->exited |= 1u << emu_lane();
     for (int i = 0; i < warp->num_calls; i++) {
         const WarpCall* call = &warp->calls[i];
@@ -696,7 +718,8 @@ static void run_block(void)
     }
     current_fiber = fiber_take();
     fiber_switch(&host_fiber, &fibers[current_fiber]);
-    current = -1;
+    emu_current = -1;
+    check_block_end();
     shared_check_gaps();
 }
 
@@ -705,6 +728,7 @@ static void run_grid(EmuLaunch* l)
     launch = l;
     emu_block_dim = l->block;
     emu_grid_dim = l->grid;
+    check_kernel(l->name, l, l->size_bytes);
     num_threads = 0;
     for (unsigned z = 0; z < l->block.z; z++) {
         for (unsigned y = 0; y < l->block.y; y++) {
@@ -727,11 +751,13 @@ static void run_grid(EmuLaunch* l)
         emu_block_idx.x = (unsigned)(b % l->grid.x);
         emu_block_idx.y = (unsigned)(b / l->grid.x % l->grid.y);
         emu_block_idx.z = (unsigned)(b / l->grid.x / l->grid.y);
+        check_block_begin(b);
         run_block();
     }
     counts.launches++;
     counts.threads += num_blocks * (uint64_t)num_threads;
     launch = nullptr;
+    check_kernel(nullptr, nullptr, 0);
 }
 
 static bool kernel_run(void* arg)

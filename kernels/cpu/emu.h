@@ -33,7 +33,7 @@ struct EmuLaunch {
     const void* func;
     void (*call)(EmuLaunch* launch);                 // one thread
     dim3 grid, block;
-    size_t shared_bytes;
+    size_t shared_bytes, size_bytes;                 // size_bytes: of the launch with its arguments
 };
 void emu_launch(EmuLaunch* launch, cudaStream_t stream);   // takes a malloc'ed launch
 
@@ -49,7 +49,7 @@ template <class... P, void (*K)(P...)> struct EmuKernel<K> {
     static void launch(const char* name, dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, A... args)
     {
         void* memory = malloc(sizeof(Launch));
-        Launch* launch = new (memory) Launch{{name, (const void*)K, call, grid, block, shared_bytes},
+        Launch* launch = new (memory) Launch{{name, (const void*)K, call, grid, block, shared_bytes, sizeof(Launch)},
                                              std::tuple<P...>(static_cast<P>(args)...)};
         emu_launch(launch, stream);
     }
@@ -178,29 +178,44 @@ template <class T> static inline T __ldcg(const T* p) { return *p; }
 template <class T> static inline void __stcs(T* p, T v) { *p = v; }
 template <class T> static inline void __stcg(T* p, T v) { *p = v; }
 
-template <class T> static inline T emu_exchange(T* p, T v)
+#ifdef EMU_CHECK
+void emu_load(void* to, const void* from, size_t size_bytes);    // one access, whatever the compiler would make of it
+void emu_store(void* to, const void* from, size_t size_bytes);
+void emu_fence(void);
+void emu_atomic(void* p, size_t size_bytes, const void* pc);
+#define EMU_UNCHECKED static __attribute__((noinline, unused, no_sanitize("thread")))
+#define EMU_ATOMIC_SEEN(p) emu_atomic(p, sizeof *(p), __builtin_return_address(0))
+#else
+static inline void emu_load(void* to, const void* from, size_t size_bytes) { memcpy(to, from, size_bytes); }
+static inline void emu_store(void* to, const void* from, size_t size_bytes) { memcpy(to, from, size_bytes); }
+static inline void emu_fence(void) {}
+#define EMU_UNCHECKED static inline
+#define EMU_ATOMIC_SEEN(p) ((void)0)
+#endif
+
+template <class T> EMU_UNCHECKED T emu_exchange(T* p, T v)
 {
     T old = *p;
     *p = v;
     return old;
 }
 #define EMU_ATOMIC(T) \
-    static inline T atomicAdd(T* p, T v) { return emu_exchange(p, (T)(*p + v)); } \
-    static inline T atomicExch(T* p, T v) { return emu_exchange(p, v); }
+    EMU_UNCHECKED T atomicAdd(T* p, T v) { return EMU_ATOMIC_SEEN(p), emu_exchange(p, (T)(*p + v)); } \
+    EMU_UNCHECKED T atomicExch(T* p, T v) { return EMU_ATOMIC_SEEN(p), emu_exchange(p, v); }
 #define EMU_ATOMIC_INTEGER(T) \
     EMU_ATOMIC(T) \
-    static inline T atomicCAS(T* p, T compare, T v) { return emu_exchange(p, *p == compare ? v : *p); } \
-    static inline T atomicMax(T* p, T v) { return emu_exchange(p, *p < v ? v : *p); } \
-    static inline T atomicMin(T* p, T v) { return emu_exchange(p, v < *p ? v : *p); } \
-    static inline T atomicOr(T* p, T v) { return emu_exchange(p, *p | v); } \
-    static inline T atomicAnd(T* p, T v) { return emu_exchange(p, *p & v); }
+    EMU_UNCHECKED T atomicCAS(T* p, T compare, T v) { return EMU_ATOMIC_SEEN(p), emu_exchange(p, *p == compare ? v : *p); } \
+    EMU_UNCHECKED T atomicMax(T* p, T v) { return EMU_ATOMIC_SEEN(p), emu_exchange(p, *p < v ? v : *p); } \
+    EMU_UNCHECKED T atomicMin(T* p, T v) { return EMU_ATOMIC_SEEN(p), emu_exchange(p, v < *p ? v : *p); } \
+    EMU_UNCHECKED T atomicOr(T* p, T v) { return EMU_ATOMIC_SEEN(p), emu_exchange(p, *p | v); } \
+    EMU_UNCHECKED T atomicAnd(T* p, T v) { return EMU_ATOMIC_SEEN(p), emu_exchange(p, *p & v); }
 EMU_ATOMIC(float)
 EMU_ATOMIC(double)
 EMU_ATOMIC_INTEGER(int)
 EMU_ATOMIC_INTEGER(unsigned)
 EMU_ATOMIC_INTEGER(unsigned long long)
 
-static inline void __threadfence(void) {}
+static inline void __threadfence(void) { emu_fence(); }
 static inline void __threadfence_block(void) {}
 static inline void __nanosleep(unsigned) { emu_yield(); }
 

@@ -13,6 +13,9 @@
 #include <cstring>
 #include <nccl.h>
 #include "device.h"
+#ifdef DEVICE_EMU
+#include "emu_check.h"
+#endif
 #include "reduce.h"
 #include "stream.h"
 #ifndef NO_MPI
@@ -369,15 +372,30 @@ static void work_start(Work* w)
     w->recv_bytes = writes ? bytes_of(w, recv_elems(w)) : 0;
     w->device_recv = w->recv;
     w->snapshot = (char*)malloc_checked((reads ? send_bytes : 0) + w->recv_bytes);
-    if (reads) memcpy(w->snapshot + w->recv_bytes, w->send, send_bytes);
-    if (writes) memset(w->recv, EMU_FILL_BYTE, w->recv_bytes);
+    const char* name = collective_names[w->header.kind];
+    for (const Transfer* t = w->transfers; t != nullptr; t = t->next)
+        check_range(t->p, t->size_bytes, t->is_send ? Access::READ : Access::WRITE, name);
+    if (reads) {
+        check_range(w->send, send_bytes, Access::READ, name);
+        memcpy(w->snapshot + w->recv_bytes, w->send, send_bytes);
+    }
+    if (writes) {
+        check_range(w->recv, w->recv_bytes, Access::WRITE, name);
+        memset(w->recv, EMU_FILL_BYTE, w->recv_bytes);
+    }
     w->send = w->snapshot + w->recv_bytes;
     w->recv = w->snapshot;
 }
 
 static void work_end(Work* w)
 {
-    if (w->recv_bytes > 0) memcpy(w->device_recv, w->recv, w->recv_bytes);
+    const char* name = collective_names[w->header.kind];
+    for (const Transfer* t = w->transfers; t != nullptr; t = t->next)
+        check_range(t->p, t->size_bytes, t->is_send ? Access::READ : Access::WRITE, name);
+    if (w->recv_bytes > 0) {
+        check_range(w->device_recv, w->recv_bytes, Access::WRITE, name);
+        memcpy(w->device_recv, w->recv, w->recv_bytes);
+    }
     free(w->snapshot);
 }
 #endif

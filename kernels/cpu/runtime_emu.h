@@ -5,6 +5,7 @@
  * legacy default stream are one thing. EMU_SEED=0 runs an operation as soon as it may run; another seed is lazy and
  * picks at random among the streams whose head may run. */
 #include <csignal>
+#include "emu_check.h"
 
 static size_t default_budget_bytes(void) { return 2048 * MIB; }
 static size_t host_available_bytes(void) { return SIZE_MAX; }
@@ -15,14 +16,15 @@ struct Allocation { char* p; size_t size_bytes; bool live; };
 
 struct Arena {
     const char* name;
+    Memory memory;
     size_t reserve_bytes;                            // address space, not memory
     char* base;
     size_t next_offset;
     Allocation* allocations;                         // ascending addresses, freed ones too
     size_t num_allocations, capacity;
 };
-static Arena device_arena = {"device", (size_t)1 << 38, nullptr, 0, nullptr, 0, 0};
-static Arena pinned_arena = {"pinned", (size_t)1 << 36, nullptr, 0, nullptr, 0, 0};
+static Arena device_arena = {"device", Memory::DEVICE, (size_t)1 << 38, nullptr, 0, nullptr, 0, 0};
+static Arena pinned_arena = {"pinned", Memory::PINNED, (size_t)1 << 36, nullptr, 0, nullptr, 0, 0};
 
 static const size_t PAGE = 4096, GAP = 256;
 
@@ -64,6 +66,7 @@ static void* arena_alloc(Arena* arena, size_t size_bytes)
         ENSURE(p != MAP_FAILED, "emulator: cannot reserve %zu bytes of address space for %s memory",
                arena->reserve_bytes, arena->name);
         arena->base = (char*)p;
+        check_arena(arena->memory, arena->base, arena->reserve_bytes);
     }
     size_t len = pages_bytes(size_bytes);
     ENSURE(arena->next_offset + len + PAGE <= arena->reserve_bytes,
@@ -81,6 +84,7 @@ static void* arena_alloc(Arena* arena, size_t size_bytes)
         ENSURE(arena->allocations != nullptr, "out of host memory");
     }
     arena->allocations[arena->num_allocations++] = a;
+    check_alloc(arena->memory, a.p, size_bytes);
     return a.p;
 }
 
@@ -90,6 +94,7 @@ static size_t arena_free(Arena* arena, void* p, const char* call)
     if (a == nullptr || a->p != p) emu_die("%s(%p): not an allocation", call, p);
     if (!a->live) emu_die("%s(%p): freed twice", call, p);
     a->live = false;
+    check_free(arena->memory, a->p, a->size_bytes);
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
     void* pages = mmap(pages_of(a), pages_bytes(a->size_bytes), PROT_NONE, flags, -1, 0);
     ENSURE(pages != MAP_FAILED, "emulator: cannot give %zu bytes back", a->size_bytes);
@@ -214,7 +219,7 @@ static CUstream_st* stream_of(cudaStream_t stream)
 
 static void depend(CUstream_st* stream, CUstream_st* on, uint64_t seq)
 {
-    if (on->num_done >= seq) return;
+    if (on->num_done >= seq && !(EMU_CHECKED && seq > 0)) return;
     size_t size_bytes = (size_t)(stream->num_pending + 1) * sizeof(Dependency);
     stream->pending = (Dependency*)realloc(stream->pending, size_bytes);
     ENSURE(stream->pending != nullptr, "out of host memory");
@@ -235,9 +240,15 @@ static bool head_may_run(const CUstream_st* stream)
 static bool head_run(CUstream_st* stream)            // true: it completed
 {
     Op* op = stream->head;
+    for (int i = 0; i < op->num_dependencies && !op->started; i++) {
+        const Dependency* d = &op->dependencies[i];
+        check_op_waits(stream->stream_idx, op->seq, d->stream->stream_idx, d->seq);
+    }
     op->started = true;
     in_operation = true;
+    check_op_runs(stream->stream_idx, op->seq, op->name);
     bool completed = op->kind->run(op->arg);
+    check_op_stops();
     in_operation = false;
     if (!completed) return false;
     stream->num_done = op->seq;
@@ -330,6 +341,7 @@ static void drain(CUstream_st* stream, uint64_t seq, const char* call)
         else if (wall_seconds() - waiting_since > hang_seconds()) die_hanging(call);
         wait_politely(&num_tries);
     }
+    if (seq > 0) check_host_saw(stream->stream_idx, seq);
 }
 
 void stream_drain_all(void)
@@ -350,6 +362,7 @@ void stream_enqueue(cudaStream_t handle, const char* name, const StreamOpKind* k
     } else if (!stream->nonblocking) depend(stream, &null_stream, null_stream.num_issued);
     Op* op = (Op*)malloc_checked(sizeof(Op));
     *op = {nullptr, name, kind, arg, num_calls++, ++stream->num_issued, stream->pending, stream->num_pending, false};
+    check_op_asked(stream->stream_idx, op->seq);
     stream->pending = nullptr;
     stream->num_pending = 0;
     if (stream->tail != nullptr) stream->tail->next = op;
@@ -370,6 +383,8 @@ struct FillArg { char* p; size_t size_bytes; int value; };
 static bool run_copy(void* arg)
 {
     CopyArg* copy = (CopyArg*)arg;
+    check_range(copy->src, copy->size_bytes, Access::READ, "cudaMemcpy");
+    check_range(copy->dst, copy->size_bytes, Access::WRITE, "cudaMemcpy");
     memmove(copy->dst, copy->src, copy->size_bytes);
     return true;
 }
@@ -377,6 +392,7 @@ static bool run_copy(void* arg)
 static bool run_fill(void* arg)
 {
     FillArg* fill = (FillArg*)arg;
+    check_range(fill->p, fill->size_bytes, Access::WRITE, "cudaMemset");
     memset(fill->p, fill->value, fill->size_bytes);
     return true;
 }
@@ -509,7 +525,9 @@ cudaError_t cudaStreamQuery(cudaStream_t stream)
 {
     CUstream_st* s = stream_of(stream);
     if (s->head != nullptr) step(true);
-    return s->head == nullptr ? cudaSuccess : cudaErrorNotReady;
+    if (s->head != nullptr) return cudaErrorNotReady;
+    if (s->num_issued > 0) check_host_saw(s->stream_idx, s->num_issued);
+    return cudaSuccess;
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int)
@@ -556,9 +574,11 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 
 cudaError_t cudaEventQuery(cudaEvent_t event)
 {
-    if (event->stream == nullptr || event->stream->num_done >= event->seq) return cudaSuccess;
-    step(true);
-    return event->stream->num_done >= event->seq ? cudaSuccess : cudaErrorNotReady;
+    if (event->stream == nullptr) return cudaSuccess;
+    if (event->stream->num_done < event->seq) step(true);
+    if (event->stream->num_done < event->seq) return cudaErrorNotReady;
+    check_host_saw(event->stream->stream_idx, event->seq);
+    return cudaSuccess;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event)

@@ -42,6 +42,7 @@ const char* emu_gap_damage(const char* p, size_t size_bytes);   // null: intact;
 bool emu_is_device(const void* p);
 void emu_check_device_range(const void* p, size_t size_bytes, const char* what);   // ends the program if out of bounds
 void emu_check_device_gaps(const char* after);
+bool emu_is_stack(const void* p);     // of a fiber
 bool emu_is_stack_guard(const void* p);
 int emu_func_shared_limit(const void* func);
 void emu_set_error(cudaError_t error);

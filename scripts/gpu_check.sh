@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# Everything worth knowing on a machine with a card, within five minutes, as one table: build, op tests, trials, training
+# speed of GPT-2 124M and 1.5B, the same models in PyTorch, and what cuBLASLt and a copy give at best.
+#   scripts/gpu_check.sh [--dry]     --dry: the same steps on the emulated device with tiny sizes, to test this script
+# A step that fails is a row that says so, and the next one runs. The logs are in build/gpu_check.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+
+device=cuda precisions=(fp32 bf16 fp16) filter="" rows=16384 steps=12
+small=(gpt2 16 1024) large=(gpt2-xl 4 1024)
+case ${1:-} in
+    "") ;;
+    --dry) device=emu precisions=(fp32) filter=gelu rows=16 steps=2 small=(d2 1 16) large=(d3 1 16) ;;
+    *) echo "usage: scripts/gpu_check.sh [--dry]" >&2; exit 2 ;;
+esac
+make_args=("DEVICE=$device" "PREC=${precisions[*]}")
+command -v mpicc > /dev/null || make_args+=(NO_MPI=1 NO_NCCL=1)
+build=build/$device logs=build/gpu_check table=build/gpu_check/table.md
+program=$build/train_gpt
+python=python3
+[ -x .venv/bin/python ] && python=.venv/bin/python
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+mkdir -p $logs
+
+if [ "$device" = cuda ] && ! nvidia-smi -L > /dev/null 2>&1; then
+    echo "gpu_check: no GPU here; --dry tries the script itself on the emulated device" >&2
+    exit 1
+fi
+
+num_failed=0
+row() { printf '| %-30s | %-66s | %5d s |\n' "$1" "$2" "$3" | tee -a $table; }
+
+# step NAME SECONDS PATTERN COMMAND...: the last line of the output that matches PATTERN is the result.
+step() {
+    local name=$1 limit=$2 pattern=$3 log="$logs/${1//[^a-zA-Z0-9]/_}.log" start=$SECONDS status result
+    shift 3
+    timeout -k 5 "$limit" bash -o pipefail -c '"$@"' step "$@" > "$log" 2>&1 < /dev/null
+    status=$?
+    result=$(grep -E "$pattern" "$log" | tail -n 1)
+    if [ $status != 0 ] || [ -z "$result" ]; then
+        num_failed=$((num_failed + 1))
+        [ $status = 124 ] && result="no result within $limit s"
+        result="FAILED ($status): ${result:-$(tail -n 1 "$log")}"
+    fi
+    row "$name" "$result" $((SECONDS - start))
+    return $status
+}
+
+# llm.c's shard format with random tokens of GPT-2's vocabulary.
+make_data() {
+    $python - "$logs/data/train_000000.bin" << 'PYTHON'
+import array, pathlib, random, sys
+path, num_toks, generator = pathlib.Path(sys.argv[1]), 200000, random.Random(1)
+path.parent.mkdir(parents=True, exist_ok=True)
+header = array.array("i", [20240520, 1, num_toks, 0, 50257] + [0] * 251)
+path.write_bytes(header.tobytes() + array.array("H", (generator.randrange(50257) for _ in range(num_toks))).tobytes())
+print("data written")
+PYTHON
+}
+
+# train MODEL B T PRECISION: the step line of the last step, without what is not speed.
+train() {
+    "$program" -m "$1" -d $logs/data -b "$2" -t "$3" -n $steps -p "$4" --warmup 1 -l 1e-4 --sample-tokens 0 |
+        sed -E '/^step/s/ \| norm[^|]*\| lr[^|]*/ /; /^step/s/ \| eta.*//'
+}
+
+export -f make_data train
+export python logs program steps
+
+has_torch() { $python -c 'import torch' 2> /dev/null; }
+
+: > $table
+row "gpu_check $(git rev-parse --short HEAD 2> /dev/null)" "$(nvidia-smi --query-gpu=name,driver_version,power.limit \
+    --format=csv,noheader 2> /dev/null || echo "emulated device, tiny sizes: no figure here means anything")" 0
+step "build" 180 . make "${make_args[@]}" all "${precisions[@]/#/$build/test_ops.}" $build/bench_ceilings || exit 1
+for precision in "${precisions[@]}"; do
+    step "op tests $precision" 60 "passed" "$build/test_ops.$precision" $filter
+done
+step "data" 30 written make_data
+for model in small large; do
+    declare -n m=$model
+    for precision in "${precisions[@]}"; do
+        [ "$model" = large ] && [ "$precision" = fp32 ] && [ ${#precisions[@]} -gt 1 ] && continue
+        [ "$precision" = fp16 ] && continue
+        step "train ${m[0]} B=${m[1]} T=${m[2]} $precision" 60 "^step $steps/" \
+            train "${m[0]}" "${m[1]}" "${m[2]}" "$precision"
+    done
+    if has_torch && [ "$device" = cuda ]; then
+        step "torch.compile ${m[0]}" 120 "^torch" $python dev/torch_gpt2.py -m "${m[0]}" -b "${m[1]}" -t "${m[2]}" -n $steps
+    else
+        row "torch.compile ${m[0]}" "skipped: no torch here, or no GPU" 0
+    fi
+done
+step "ceiling: copy" 60 "^copy" "$build/bench_ceilings" $rows
+for shape in $(sed -nE 's/^gemm [a-z0-9]+ ([0-9x]+) .*/\1/p' $logs/ceiling__copy.log); do
+    row "ceiling: gemm $shape" "$(sed -nE "s/^gemm (.*)/\1/p" $logs/ceiling__copy.log | grep " $shape ")" 0
+done
+if $python -c 'import pytest, numpy' 2> /dev/null; then
+    step "trials" 90 "passed" $python -m pytest -q -p no:cacheprovider test/test_trials.py -k "test_z and $device and not z2"
+else
+    row "trials" "skipped: no pytest here" 0
+fi
+echo "gpu_check: $num_failed steps failed, $SECONDS s in all; the table is $table"
+[ $num_failed = 0 ]

@@ -1,0 +1,30 @@
+"""train_gpt under the checker: every access of every kernel and of the host is looked at, in layouts that between them
+use every stream and collective, and the numbers are those of the plain emulated build."""
+import init
+import pytest
+from util import ROOT, gpt2_config, model_write, shard_write, train_gpt
+
+LAYOUTS = [(0, 1), (0, 2), (1, 2), (2, 1), (2, 2)]   # stage, ranks
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checked")
+    model_write(folder / "model", gpt2_config(97, 32, 32, L=2, NH=2), {})
+    shard_write(folder / "data" / "train_000000.bin", init.tokens(3000, 97, 3), 97)
+    shard_write(folder / "data" / "val_000000.bin", init.tokens(200, 97, 4), 97)
+    return ["-m", folder / "model", "--from-scratch", "-d", folder / "data", "-n", 2, "-b", 1, "-g", 2, "-t", 32,
+            "-l", 1e-3, "--sample-tokens", 0, "--save-every", 1]
+
+
+@pytest.mark.parametrize("stage,ranks", LAYOUTS)
+def test_nothing_found(tmp_path, monkeypatch, flags, stage, ranks):
+    plain = train_gpt(*flags, "-z", stage, ranks=ranks, device="emu", out=tmp_path / "plain", OMP_NUM_THREADS="1")
+    if not (ROOT / "build/check/train_gpt").exists():
+        pytest.skip("the checked variant is not built")
+    monkeypatch.setenv("TRAIN_GPT_EMU", "build/check/train_gpt")
+    for seed in ("0", "1"):
+        run = train_gpt(*flags, "-z", stage, ranks=ranks, device="emu", out=tmp_path / f"checked{seed}",
+                        EMU_SEED=seed)
+        for key in ("loss", "norm", "state_hash"):
+            assert run.series(key) == plain.series(key), key
