@@ -57,10 +57,10 @@ static void batch_arithmetic(Run* run, int num_ranks)
         bool has_B = f->given[FLAG_micro_batch], has_G = f->given[FLAG_grad_accum];
         if (has_B && !has_G) G = f->batch / (B * R);
         if (!has_B) B = f->batch / (G * R);
-        ENSURE(
-            B * G * R == f->batch,
-            "--batch %lld is not %lld micro-batch x %lld micro-steps x %lld ranks = %lld sequences: change one of them",
-            (long long)f->batch, (long long)B, (long long)G, (long long)R, (long long)(B * G * R));
+        if (B * G * R != f->batch)
+            die_usage("--batch %lld is not %lld micro-batch x %lld micro-steps x %lld ranks = %lld sequences: "
+                      "change one of them",
+                      (long long)f->batch, (long long)B, (long long)G, (long long)R, (long long)(B * G * R));
     }
     run->B = (int)B;
     run->G = (int)G;

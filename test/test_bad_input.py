@@ -82,7 +82,7 @@ def test_not_there_yet(good, flags, words):
 
 
 def test_batch_arithmetic(good):
-    refused(1, "--batch", 7, args=args(good, **{"--batch": 7, "-b": 2}), ranks=2)
+    refused(2, "--batch", 7, args=args(good, **{"--batch": 7, "-b": 2}), ranks=2)
     run = train_gpt(*args(good, **{"--batch": 12, "-b": 2}), ranks=3, out=good / "run")
     assert run.log[0]["tokens"] == 12 * T
 
