@@ -211,9 +211,9 @@ static __global__ void step_state_kernel(StepState* state, const double* sums, S
 
 static constexpr int ADAMW_BLOCK = 256;
 
-/* One vector of W a thread; the thread with the last, short one goes element by element. In fp32 param is the master. At
- * any precision W = 4: a warp's 16 bytes of fp32 a thread lie side by side, and so do the 8 bytes of a 16-bit param; with
- * 8 elements a thread each request touched every sector of twice its bytes. */
+/* One vector of W a thread; the thread with the last, short one goes element by element. In fp32 param is the master.
+ * At any precision W = 4: a warp's 16 bytes of fp32 a thread lie side by side, and so do the 8 bytes of a 16-bit param;
+ * with 8 elements a thread each request touched every sector of twice its bytes. */
 template <int W> static __global__ void __launch_bounds__(ADAMW_BLOCK)
 adamw_kernel(floatX* param, float* master, float* m, float* v, const float* grad, size_t n, float weight_decay,
              float beta1, float beta2, float eps, const StepState* state)
