@@ -8,7 +8,7 @@
  * writes  forward out =, lse =; backward dqkv =
  * needs   NH % NKV == 0: query head h reads key/value head h / (NH/NKV); any B, T; any HS on the CPU, <= 256 on a GPU
  * exact   every sum is taken in a fixed order by one thread or warp, without atomics: same bits on every run and for
- *         any number of CPU threads. Arithmetic is fp32 whatever floatX is.
+ *         any number of CPU threads. Arithmetic is fp32, but on a GPU in bf16 and fp16 as attention_mma.cuh says.
  * cost    forward 2, backward 5 products of T*(T+1)/2 * HS multiply-adds per query head, judged against the FMA peak
  * source  Dao et al. 2022, arXiv:2205.14135 (tiles, online softmax, recomputation); the transposed scores of the CPU
  *         code are our own */
@@ -83,13 +83,13 @@ static size_t attention_scratch_elems(int B, int T, int NH, int HS)
     return attention_num_threads() * attention_thread_elems(T, HS);
 }
 
-static void attention_pack_rows(float* dst, const float* src, size_t ld, int T, int HS)
+static void attention_pack_rows(float* dst, const floatX* src, size_t ld, int T, int HS)
 {
     for (int t = 0; t < T; t += GEMM_MR)
         gemm_pack(dst + (size_t)t * HS, GEMM_MR, src + t * ld, ld, false, HS, gemm_min(GEMM_MR, T - t));
 }
 
-static void attention_pack_cols(float* dst, const float* src, size_t ld, int T, int HS)
+static void attention_pack_cols(float* dst, const floatX* src, size_t ld, int T, int HS)
 {
     const int keys = (int)round_up(T, GEMM_MR);
     for (int d = 0; d < HS; d += GEMM_MR, dst += (size_t)keys * GEMM_MR) {
@@ -158,7 +158,7 @@ static void attention_softmax(float* s, float* max, float* sum, float* acc_t, in
     }
 }
 
-static void attention_forward_head(float* out, float* lse, const AttentionSpace* s, const float* q, AttentionDims a)
+static void attention_forward_head(floatX* out, float* lse, const AttentionSpace* s, const floatX* q, AttentionDims a)
 {
     const int T = a.T, HS = a.HS;
     const size_t ld = attention_ld_qkv(a), ld_out = attention_ld_out(a);
@@ -190,11 +190,11 @@ static void attention_forward_head(float* out, float* lse, const AttentionSpace*
 }
 
 /* A block of rows in whole vectors; what sticks out is zero. */
-static void attention_copy_rows(float* dst, const float* src, size_t ld, int num_rows, int HS)
+static void attention_copy_rows(float* dst, const floatX* src, size_t ld, int num_rows, int HS)
 {
     const size_t width = round_up(HS, VF);
     for (int i = 0; i < num_rows; i++) {
-        memcpy(dst + i * width, src + i * ld, HS * sizeof(float));
+        vf_copy(dst + i * width, src + i * ld, HS);
         memset(dst + i * width + HS, 0, (width - HS) * sizeof(float));
     }
 }
@@ -214,8 +214,8 @@ static void attention_softmax_backward(float* s, float* dp, const float* lse, co
 }
 
 /* One query head: writes dq, adds to s->dk and s->dv. */
-static void attention_backward_head(float* dq, const AttentionSpace* s, const float* dout, const float* out,
-                                    const float* lse, const float* q, AttentionDims a)
+static void attention_backward_head(floatX* dq, const AttentionSpace* s, const floatX* dout, const floatX* out,
+                                    const float* lse, const floatX* q, AttentionDims a)
 {
     const int T = a.T, HS = a.HS;
     const size_t ld = attention_ld_qkv(a), ld_out = attention_ld_out(a), width = round_up(HS, VF);
@@ -248,7 +248,7 @@ static void attention_backward_head(float* dq, const AttentionSpace* s, const fl
 }
 
 /* Threads share out the query heads. */
-static void attention_forward_cpu(float* out, float* lse, float* scratch, const float* qkv, AttentionDims a)
+static void attention_forward_cpu(floatX* out, float* lse, float* scratch, const floatX* qkv, AttentionDims a)
 {
     const size_t ld = attention_ld_qkv(a), thread_elems = attention_thread_elems(a.T, a.HS);
     #pragma omp parallel for schedule(dynamic) num_threads(attention_num_threads())
@@ -264,8 +264,8 @@ static void attention_forward_cpu(float* out, float* lse, float* scratch, const 
 }
 
 /* Threads share out the key/value heads: the query heads that read one follow each other and add up its dk and dv. */
-static void attention_backward_cpu(float* dqkv, float* scratch, const float* dout, const float* out, const float* lse,
-                                   const float* qkv, AttentionDims a)
+static void attention_backward_cpu(floatX* dqkv, float* scratch, const floatX* dout, const floatX* out,
+                                   const float* lse, const floatX* qkv, AttentionDims a)
 {
     const int T = a.T, HS = a.HS, group = a.NH / a.NKV;
     const size_t ld = attention_ld_qkv(a), width = round_up(HS, VF), thread_elems = attention_thread_elems(T, HS);
@@ -285,8 +285,8 @@ static void attention_backward_cpu(float* dqkv, float* scratch, const float* dou
             attention_backward_head(dqkv + q, &s, dout + o, out + o, lse + attention_l(a, b, h), qkv + q, a);
         }
         for (int t = 0; t < T; t++) {
-            memcpy(dqkv + k + t * ld, s.dk + t * width, HS * sizeof(float));
-            memcpy(dqkv + v + t * ld, s.dv + t * width, HS * sizeof(float));
+            vf_copy(dqkv + k + t * ld, s.dk + t * width, HS);
+            vf_copy(dqkv + v + t * ld, s.dv + t * width, HS);
         }
     }
 }
@@ -536,15 +536,11 @@ attention_backward_kv_kernel(floatX* dqkv, const floatX* dout, const float* lse,
             }
 }
 
-static size_t attention_scratch_elems(int B, int T, int NH, int HS) { (void)HS; return (size_t)B * NH * T; }
-
 /* A block may use 48 KiB without asking. */
-template<class Kernel> static size_t attention_shared_bytes(Kernel kernel, size_t elems)
+template<class Kernel> static void attention_allow_shared(Kernel kernel, size_t bytes)
 {
-    const size_t bytes = elems * sizeof(float);
     if (bytes > 48 * 1024)
         CUDA_CHECK(cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    return bytes;
 }
 
 template<int HSP> static void attention_forward_launch(floatX* out, float* lse, const floatX* qkv, AttentionDims a,
@@ -552,9 +548,10 @@ template<int HSP> static void attention_forward_launch(floatX* out, float* lse, 
 {
     typedef AttentionShape<HSP> S;
     const dim3 grid(ceil_div(a.T, S::ROWS), a.NH, a.B);
-    const size_t elems = S::TILE_ELEMS + S::ROWS_ELEMS + S::WEIGHT_ELEMS;
-    LAUNCH((attention_forward_kernel<HSP>), grid, ATTENTION_BLOCK,
-           attention_shared_bytes(attention_forward_kernel<HSP>, elems), stream, out, lse, qkv, a);
+    const size_t bytes = (S::TILE_ELEMS + S::ROWS_ELEMS + S::WEIGHT_ELEMS) * sizeof(float);
+    attention_allow_shared(attention_forward_kernel<HSP>, bytes);
+    LAUNCH((attention_forward_kernel<HSP>), grid, ATTENTION_BLOCK, bytes, stream, out, lse, qkv, a);
+    CUDA_CHECK(cudaGetLastError());
 }
 
 template<int HSP> static void attention_backward_launch(floatX* dqkv, float* delta, const floatX* dout,
@@ -562,15 +559,33 @@ template<int HSP> static void attention_backward_launch(floatX* dqkv, float* del
                                                         AttentionDims a, cudaStream_t stream)
 {
     typedef AttentionShape<HSP> S;
-    const size_t elems = S::TILE_ELEMS + 2 * S::ROWS_ELEMS + S::WEIGHT_ELEMS;
+    const size_t bytes = (S::TILE_ELEMS + 2 * S::ROWS_ELEMS + S::WEIGHT_ELEMS) * sizeof(float);
     const dim3 grid_q(ceil_div(a.T, S::ROWS), a.NH, a.B), grid_kv(ceil_div(a.T, S::ROWS), a.NKV, a.B);
     LAUNCH(attention_delta_kernel, ceil_div((size_t)a.B * a.NH * a.T, 8), 256, 0, stream, delta, dout, out, a);
-    LAUNCH((attention_backward_q_kernel<HSP>), grid_q, ATTENTION_BLOCK,
-           attention_shared_bytes(attention_backward_q_kernel<HSP>, elems), stream, dqkv, dout, lse, delta, qkv, a);
-    LAUNCH((attention_backward_kv_kernel<HSP>), grid_kv, ATTENTION_BLOCK,
-           attention_shared_bytes(attention_backward_kv_kernel<HSP>, elems), stream, dqkv, dout, lse, delta, qkv, a);
+    CUDA_CHECK(cudaGetLastError());
+    attention_allow_shared(attention_backward_q_kernel<HSP>, bytes);
+    LAUNCH((attention_backward_q_kernel<HSP>), grid_q, ATTENTION_BLOCK, bytes, stream, dqkv, dout, lse, delta, qkv, a);
+    CUDA_CHECK(cudaGetLastError());
+    attention_allow_shared(attention_backward_kv_kernel<HSP>, bytes);
+    LAUNCH((attention_backward_kv_kernel<HSP>), grid_kv, ATTENTION_BLOCK, bytes, stream, dqkv, dout, lse, delta, qkv,
+           a);
+    CUDA_CHECK(cudaGetLastError());
 }
 
+#ifdef PREC_FP32
+static bool attention_uses_mma(AttentionDims, std::initializer_list<const void*>) { return false; }
+static size_t attention_scratch_elems(int B, int T, int NH, int HS) { (void)HS; return (size_t)B * NH * T; }
+#else
+#include "attention_mma.cuh"
+/* The statistics of the rows, or for head sizes of the 32-bit path delta alone, which is less. */
+static size_t attention_scratch_elems(int B, int T, int NH, int HS)
+{
+    return 2 * stats_elems({B, T, NH, NH, HS, 1.0f});
+}
+#endif
+
+#define ATTENTION_FOR_HEAD_SIZE(HS, launch, ...) \
+    ((HS) <= 64 ? launch<64>(__VA_ARGS__) : (HS) <= 128 ? launch<128>(__VA_ARGS__) : launch<256>(__VA_ARGS__))
 #endif
 
 static AttentionDims attention_dims(int B, int T, int NH, int NKV, int HS, float scale)
@@ -589,10 +604,11 @@ static void attention_forward(floatX* out, float* lse, float* scratch, const flo
     ON_CPU(attention_forward_cpu(out, lse, scratch, qkv, a));
 #ifndef DEVICE_CPU
     (void)scratch;
-    if (HS <= 64) attention_forward_launch<64>(out, lse, qkv, a, stream);
-    else if (HS <= 128) attention_forward_launch<128>(out, lse, qkv, a, stream);
-    else attention_forward_launch<256>(out, lse, qkv, a, stream);
-    CUDA_CHECK(cudaGetLastError());
+    if (!attention_uses_mma(a, {out, qkv}))
+        ATTENTION_FOR_HEAD_SIZE(HS, attention_forward_launch, out, lse, qkv, a, stream);
+#ifndef PREC_FP32
+    else ATTENTION_FOR_HEAD_SIZE(HS, attention_forward_mma, out, lse, qkv, a, stream);
+#endif
 #endif
 }
 
@@ -603,10 +619,11 @@ static void attention_backward(floatX* dqkv, float* scratch, const floatX* dout,
     const AttentionDims a = attention_dims(B, T, NH, NKV, HS, scale);
     ON_CPU(attention_backward_cpu(dqkv, scratch, dout, out, lse, qkv, a));
 #ifndef DEVICE_CPU
-    if (HS <= 64) attention_backward_launch<64>(dqkv, scratch, dout, out, lse, qkv, a, stream);
-    else if (HS <= 128) attention_backward_launch<128>(dqkv, scratch, dout, out, lse, qkv, a, stream);
-    else attention_backward_launch<256>(dqkv, scratch, dout, out, lse, qkv, a, stream);
-    CUDA_CHECK(cudaGetLastError());
+    if (!attention_uses_mma(a, {dqkv, scratch, dout, out, qkv}))
+        ATTENTION_FOR_HEAD_SIZE(HS, attention_backward_launch, dqkv, scratch, dout, out, lse, qkv, a, stream);
+#ifndef PREC_FP32
+    else ATTENTION_FOR_HEAD_SIZE(HS, attention_backward_mma, dqkv, scratch, dout, out, lse, qkv, a, stream);
+#endif
 #endif
 }
 
@@ -742,7 +759,10 @@ static void attention_backward_test(OpRun* run)
     ATTENTION_TEST(name, ALWAYS, 1, 33, 3, 1, 16), ATTENTION_TEST(name, ALWAYS, 2, 64, 4, 2, 32), \
     ATTENTION_TEST(name, ALWAYS, 1, 65, 1, 1, 64), ATTENTION_TEST(name, ALWAYS, 1, 100, 2, 1, 67), \
     ATTENTION_TEST(name, ALWAYS, 1, 40, 1, 1, 128), ATTENTION_TEST(name, ALWAYS, 1, 37, 2, 1, 200), \
-    ATTENTION_TEST(name, ALWAYS, 1, 35, 1, 1, 256), ATTENTION_TEST(name, LARGE, 2, 257, 6, 3, 64), \
+    ATTENTION_TEST(name, ALWAYS, 1, 35, 1, 1, 256), ATTENTION_TEST(name, ALWAYS, 1, 2, 3, 1, 8), \
+    ATTENTION_TEST(name, ALWAYS, 1, 130, 2, 1, 56), ATTENTION_TEST(name, ALWAYS, 1, 129, 1, 1, 80), \
+    ATTENTION_TEST(name, ALWAYS, 1, 66, 2, 1, 136), ATTENTION_TEST(name, LARGE, 2, 257, 6, 3, 64), \
+    ATTENTION_TEST(name, LARGE, 1, 515, 4, 2, 128), ATTENTION_TEST(name, LARGE, 1, 300, 2, 1, 256), \
     ATTENTION_TEST(name, LARGE, 1, 1024, 4, 4, 64), ATTENTION_TEST(name, LARGE, 1, 1600, 1, 1, 24), \
     ATTENTION_TEST(name, BENCH, 4, 64, 12, 12, 64), ATTENTION_TEST(name, BENCH, 4, 256, 6, 6, 64), \
     ATTENTION_TEST(name, BENCH, 1, 1024, 12, 12, 64), ATTENTION_TEST(name, BENCH, 1, 4096, 4, 2, 128)

@@ -17,15 +17,17 @@
 
 static constexpr int CLASSIFIER_STRETCH = 1024;      // columns summed in fp32 before double takes over
 
+static constexpr bool CLASSIFIER_KEEPS = sizeof(floatX) == sizeof(float);
+
 /* The row's tail beyond whole vectors; lanes that are not there are -inf, and so have no part in maximum and sum. */
-SIMD vf classifier_load_tail(const float* p, int lanes)
+SIMD vf classifier_load_tail(const floatX* p, int lanes)
 {
     float lane[VF];
-    for (int i = 0; i < VF; i++) lane[i] = i < lanes ? p[i] : -INFINITY;
+    for (int i = 0; i < VF; i++) lane[i] = i < lanes ? load_f(p[i]) : -INFINITY;
     return vf_load(lane);
 }
 
-static float classifier_max_cpu(const float* z, int V)
+static float classifier_max_cpu(const floatX* z, int V)
 {
     vf m0 = vf_set(-FLT_MAX), m1 = m0;
     int v = 0;
@@ -39,7 +41,7 @@ static float classifier_max_cpu(const float* z, int V)
 }
 
 /* sum_v exp(z - m); with KEEP the exponentials replace z. */
-template <bool KEEP> static double classifier_exp_sum_cpu(float* z, float m, int V)
+template <bool KEEP> static double classifier_exp_sum_cpu(floatX* z, float m, int V)
 {
     double total = 0.0;
     for (int start = 0; start < V; start += CLASSIFIER_STRETCH) {
@@ -64,28 +66,43 @@ template <bool KEEP> static double classifier_exp_sum_cpu(float* z, float m, int
     return total;
 }
 
-static void classifier_cpu(float* logits, float* losses, const int* targets, int rows, int V, int VP, float dloss,
+/* From the logits z, or in fp32 from the exponentials that classifier_exp_sum_cpu has kept in their place: in 16 bits
+ * they would be rounded twice. */
+static void classifier_gradient_cpu(floatX* z, float m, float scale, int V)
+{
+    if (CLASSIFIER_KEEPS) {
+        #pragma omp simd
+        for (int v = 0; v < V; v++) z[v] = z[v] * scale;
+        return;
+    }
+    for (int v = 0; v < V; v += VF) {
+        if (v + VF <= V) vf_store(z + v, vf_exp(vf_load(z + v) - m) * scale);
+        else vf_store_n(z + v, vf_exp(classifier_load_tail(z + v, V - v) - m) * scale, V - v);
+    }
+}
+
+static void classifier_cpu(floatX* logits, float* losses, const int* targets, int rows, int V, int VP, float dloss,
                            bool backward)
 {
     #pragma omp parallel for
     for (int row = 0; row < rows; row++) {
-        float* z = logits + (size_t)row * VP;
+        floatX* z = logits + (size_t)row * VP;
         const int target = targets[row];
         if (target < 0) {
             losses[row] = 0.0f;
-            if (backward) memset(z, 0, (size_t)VP * sizeof(float));
+            if (backward) memset((void*)z, 0, (size_t)VP * sizeof(floatX));
             continue;
         }
         assert(target < V);
-        const float m = classifier_max_cpu(z, V), z_target = z[target];
-        const double sum = backward ? classifier_exp_sum_cpu<true>(z, m, V) : classifier_exp_sum_cpu<false>(z, m, V);
+        const float m = classifier_max_cpu(z, V), z_target = load_f(z[target]);
+        const double sum = backward ? classifier_exp_sum_cpu<CLASSIFIER_KEEPS>(z, m, V)
+                                    : classifier_exp_sum_cpu<false>(z, m, V);
         losses[row] = (float)(log(sum) + (double)m - (double)z_target);
         if (!backward) continue;
         const float scale = (float)((double)dloss / sum);
-        #pragma omp simd
-        for (int v = 0; v < V; v++) z[v] *= scale;
-        z[target] -= dloss;
-        for (int v = V; v < VP; v++) z[v] = 0.0f;
+        classifier_gradient_cpu(z, m, scale, V);
+        store_f(z + target, expf(z_target - m) * scale - dloss);
+        for (int v = V; v < VP; v++) store_f(z + v, 0.0f);
     }
 }
 

@@ -14,25 +14,25 @@
 #ifdef DEVICE_CPU
 #include <omp.h>
 
-static void embedding_forward_cpu(float* out, const int* tokens, const float* wte, const float* wpe, int B, int T,
+static void embedding_forward_cpu(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe, int B, int T,
                                   int C)
 {
     #pragma omp parallel for
     for (int n = 0; n < B * T; n++) {
-        float* row = out + (size_t)n * C;
-        const float* token_row = wte + (size_t)tokens[n] * C;
+        floatX* row = out + (size_t)n * C;
+        const floatX* token_row = wte + (size_t)tokens[n] * C;
         if (wpe == nullptr) {
-            memcpy(row, token_row, (size_t)C * sizeof(float));
+            memcpy(row, token_row, (size_t)C * sizeof(floatX));
             continue;
         }
-        const float* position_row = wpe + (size_t)(n % T) * C;
+        const floatX* position_row = wpe + (size_t)(n % T) * C;
         #pragma omp simd
-        for (int c = 0; c < C; c++) row[c] = token_row[c] + position_row[c];
+        for (int c = 0; c < C; c++) store_f(row + c, load_f(token_row[c]) + load_f(position_row[c]));
     }
 }
 
 /* Rows collide, columns do not: each thread takes a range of columns, whole cache lines of them, through all rows. */
-static void embedding_backward_cpu(float* dwte, float* dwpe, const float* dout, const int* tokens, int B, int T, int C)
+static void embedding_backward_cpu(float* dwte, float* dwpe, const floatX* dout, const int* tokens, int B, int T, int C)
 {
     #pragma omp parallel
     {
@@ -44,10 +44,10 @@ static void embedding_backward_cpu(float* dwte, float* dwpe, const float* dout, 
                 const size_t n = (size_t)b * T + t;
                 float* token_row = dwte + (size_t)tokens[n] * C;
                 #pragma omp simd
-                for (int c = first; c < end; c++) token_row[c] += dout[n * C + c];
+                for (int c = first; c < end; c++) token_row[c] += load_f(dout[n * C + c]);
                 if (dwpe == nullptr) continue;
                 #pragma omp simd
-                for (int c = first; c < end; c++) dwpe[(size_t)t * C + c] += dout[n * C + c];
+                for (int c = first; c < end; c++) dwpe[(size_t)t * C + c] += load_f(dout[n * C + c]);
             }
         }
     }

@@ -19,66 +19,66 @@
 
 static constexpr int LAYERNORM_PARTS = 64;
 
-static void layernorm_row_cpu(float* out, float* mean, float* rstd, const float* x, const float* weight,
-                              const float* bias, int C, float eps)
+static void layernorm_row_cpu(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* weight,
+                              const floatX* bias, int C, float eps)
 {
     float sum = 0.0f, sum_squares = 0.0f;
     #pragma omp simd reduction(+:sum)
-    for (int c = 0; c < C; c++) sum += x[c];
+    for (int c = 0; c < C; c++) sum += load_f(x[c]);
     const float m = sum / (float)C;
     #pragma omp simd reduction(+:sum_squares)
-    for (int c = 0; c < C; c++) sum_squares += (x[c] - m) * (x[c] - m);
+    for (int c = 0; c < C; c++) sum_squares += (load_f(x[c]) - m) * (load_f(x[c]) - m);
     const float r = 1.0f / sqrtf(sum_squares / (float)C + eps);
     #pragma omp simd
-    for (int c = 0; c < C; c++) out[c] = (x[c] - m) * r * weight[c] + bias[c];
+    for (int c = 0; c < C; c++) store_f(out + c, (load_f(x[c]) - m) * r * load_f(weight[c]) + load_f(bias[c]));
     *mean = m;
     *rstd = r;
 }
 
-static void layernorm_forward_cpu(float* out, float* mean, float* rstd, const float* inp, const float* weight,
-                                  const float* bias, int N, int C, float eps)
+static void layernorm_forward_cpu(floatX* out, float* mean, float* rstd, const floatX* inp, const floatX* weight,
+                                  const floatX* bias, int N, int C, float eps)
 {
     #pragma omp parallel for
     for (int n = 0; n < N; n++)
         layernorm_row_cpu(out + (size_t)n * C, mean + n, rstd + n, inp + (size_t)n * C, weight, bias, C, eps);
 }
 
-static void residual_layernorm_forward_cpu(float* residual, float* out, float* mean, float* rstd, const float* a,
-                                           const float* b, const float* weight, const float* bias, int N, int C,
+static void residual_layernorm_forward_cpu(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* a,
+                                           const floatX* b, const floatX* weight, const floatX* bias, int N, int C,
                                            float eps)
 {
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
-        float* row = residual + (size_t)n * C;
+        floatX* row = residual + (size_t)n * C;
         #pragma omp simd
-        for (int c = 0; c < C; c++) row[c] = a[(size_t)n * C + c] + b[(size_t)n * C + c];
+        for (int c = 0; c < C; c++) store_f(row + c, load_f(a[(size_t)n * C + c]) + load_f(b[(size_t)n * C + c]));
         layernorm_row_cpu(out + (size_t)n * C, mean + n, rstd + n, row, weight, bias, C, eps);
     }
 }
 
 /* dweight and dbias here are the part's own. */
-static void layernorm_backward_row_cpu(float* dinp, float* dweight, float* dbias, const float* dout, const float* x,
-                                       const float* weight, float mean, float rstd, int C)
+static void layernorm_backward_row_cpu(floatX* dinp, float* dweight, float* dbias, const floatX* dout, const floatX* x,
+                                       const floatX* weight, float mean, float rstd, int C)
 {
     float sum_g = 0.0f, sum_g_xhat = 0.0f;
     #pragma omp simd reduction(+:sum_g, sum_g_xhat)
     for (int c = 0; c < C; c++) {
-        const float g = dout[c] * weight[c];
+        const float g = load_f(dout[c]) * load_f(weight[c]);
         sum_g += g;
-        sum_g_xhat += g * ((x[c] - mean) * rstd);
+        sum_g_xhat += g * ((load_f(x[c]) - mean) * rstd);
     }
     const float mean_g = sum_g / (float)C, mean_g_xhat = sum_g_xhat / (float)C;
     #pragma omp simd
     for (int c = 0; c < C; c++) {
-        const float xhat = (x[c] - mean) * rstd;
-        dinp[c] += rstd * (dout[c] * weight[c] - mean_g - xhat * mean_g_xhat);
-        dweight[c] += dout[c] * xhat;
-        dbias[c] += dout[c];
+        const float xhat = (load_f(x[c]) - mean) * rstd, dy = load_f(dout[c]);
+        store_f(dinp + c, load_f(dinp[c]) + rstd * (dy * load_f(weight[c]) - mean_g - xhat * mean_g_xhat));
+        dweight[c] += dy * xhat;
+        dbias[c] += dy;
     }
 }
 
-static void layernorm_backward_cpu(float* dinp, float* dweight, float* dbias, float* scratch, const float* dout,
-                                   const float* inp, const float* weight, const float* mean, const float* rstd, int N,
+static void layernorm_backward_cpu(floatX* dinp, float* dweight, float* dbias, float* scratch, const floatX* dout,
+                                   const floatX* inp, const floatX* weight, const float* mean, const float* rstd, int N,
                                    int C)
 {
     const int num_parts = N < LAYERNORM_PARTS ? N : LAYERNORM_PARTS;

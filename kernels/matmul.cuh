@@ -1,20 +1,24 @@
-/* matmul.cuh: a linear layer, its bias, and their gradients.
+/* matmul.cuh: a linear layer, its bias, the GELU behind it, and their gradients.
  *   out     = inp * weight^T + bias              (bias may be null)
+ *   pre     = inp * weight^T + bias              out = gelu(pre)      (forward_gelu; fused where there is a bias)
  *   dinp    = dout * weight  or  +=              (accumulate)
+ *   dpre    = (dout * weight) * slope of gelu at pre                                  (backward_input_gelu)
  *   dweight += dout^T * inp      dbias += sum_n(dout)
  * shapes  inp dinp (N,IC), out dout (N,OC), bias (OC) floatX; weight (OC,IC) in Layout::OUT_IN (torch's Linear) or
  *         (IC,OC) in Layout::IN_OUT (GPT-2's files) floatX; dweight as weight, dbias (OC), scratch
  *         (matmul_scratch_elems(OC)) fp32
- * writes  forward out =; backward_input dinp = or +=; backward_weight dweight +=, dbias +=
+ * writes  forward out =, pre =; backward_input dinp = or +=, dpre =; backward_weight dweight +=, dbias +=
  * needs   matmul_init() once; any N, IC, OC. cuBLASLt's work space is shared, so all calls are to go to one stream.
  * exact   fp32 products in fp32 (no TF32); bf16 and fp16 multiply exactly and sum in fp32. Same bits on every run; on
  *         the CPU for any number of threads; on a GPU, the same bits for the same shapes and card.
  * cost    2*N*IC*OC flops each, judged against the FMA (CPU) or tensor core (GPU) peak
+ * fused   GPU: bias, tanh GELU and its slope, and the column sums of dbias are epilogues of cuBLASLt where its
+ *         heuristic has them for a shape; where not, which is said once for each kind, they are passes of their own
  * source  CPU: cpu/gemm.h. GPU: cuBLASLt. It is column-major: it sees each of our row-major matrices transposed, so a
  *         product is asked for as D^T = B^T * A^T, and a row-major (rows, cols) matrix is given to it as (cols, rows)
  *         with leading dimension cols. */
 #pragma once
-#include "common.cuh"
+#include "gelu.cuh"
 #ifdef DEVICE_CPU
 #include "cpu/gemm.h"
 #else
@@ -31,19 +35,19 @@ static size_t matmul_workspace_bytes() { return 0; }      // of the device; gemm
 static size_t matmul_scratch_elems(int) { return 1; }
 
 /* The weight as an (IC,OC) matrix. */
-static GemmOperand matmul_weight_cpu(const float* weight, int IC, int OC, Layout layout)
+static GemmOperand matmul_weight_cpu(const floatX* weight, int IC, int OC, Layout layout)
 {
     if (layout == Layout::OUT_IN) return {weight, (size_t)IC, true};
     return {weight, (size_t)OC, false};
 }
 
-static void matmul_forward_cpu(float* out, const float* inp, const float* weight, const float* bias, int N, int IC,
+static void matmul_forward_cpu(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias, int N, int IC,
                                int OC, Layout layout)
 {
     gemm(out, OC, {inp, (size_t)IC, false}, matmul_weight_cpu(weight, IC, OC, layout), N, OC, IC, bias, false);
 }
 
-static void matmul_backward_input_cpu(float* dinp, const float* dout, const float* weight, int N, int IC, int OC,
+static void matmul_backward_input_cpu(floatX* dinp, const floatX* dout, const floatX* weight, int N, int IC, int OC,
                                       Layout layout, bool accumulate)
 {
     GemmOperand w = matmul_weight_cpu(weight, IC, OC, layout);
@@ -52,7 +56,7 @@ static void matmul_backward_input_cpu(float* dinp, const float* dout, const floa
 }
 
 /* Threads share out the columns, in strips of a few vectors; each adds the rows in order. */
-static void matmul_backward_bias_cpu(float* dbias, const float* dout, int N, int OC)
+static void matmul_backward_bias_cpu(float* dbias, const floatX* dout, int N, int OC)
 {
     const int strip = 4 * VF;
     #pragma omp parallel for schedule(static)
@@ -65,15 +69,15 @@ static void matmul_backward_bias_cpu(float* dbias, const float* dout, int N, int
         } else {
             for (int col = first; col < OC; col++) {
                 float sum = 0.0f;
-                for (int n = 0; n < N; n++) sum += dout[(size_t)n * OC + col];
+                for (int n = 0; n < N; n++) sum += load_f(dout[(size_t)n * OC + col]);
                 dbias[col] += sum;
             }
         }
     }
 }
 
-static void matmul_backward_weight_cpu(float* dweight, float* dbias, const float* dout, const float* inp, int N, int IC,
-                                       int OC, Layout layout)
+static void matmul_backward_weight_cpu(float* dweight, float* dbias, const floatX* dout, const floatX* inp, int N,
+                                       int IC, int OC, Layout layout)
 {
     GemmOperand dout_t = {dout, (size_t)OC, true}, inp_t = {inp, (size_t)IC, true};
     if (layout == Layout::OUT_IN) gemm(dweight, IC, dout_t, {inp, (size_t)IC, false}, OC, IC, N, nullptr, true);
@@ -94,15 +98,28 @@ static size_t matmul_scratch_elems(int OC) { return (size_t)MATMUL_BIAS_PARTS * 
 
 /* What a plan is looked up by. D (m,n) = op(A) (m,k) * op(B) (k,n), column-major as cuBLASLt has it; A and B floatX.
  * Plain integers without padding, so that keys can be compared as bytes. */
-typedef struct { int m, n, k, transpose_a, transpose_b, d_is_float, has_bias, alignment_bytes; } MatmulShape;
+typedef struct { int m, n, k, transpose_a, transpose_b, d_is_float, epilogue, alignment_bytes; } MatmulShape;
 
 typedef struct {
     MatmulShape shape;
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t a, b, d;
     cublasLtMatmulAlgo_t algo;
-    bool bias_fused;
+    bool exists;                // cuBLASLt has the epilogue for this shape
 } MatmulPlan;
+
+/* What is done to D on the way out. bias: of BIAS added to each column, of BGRADA and BGRADB the result, row sums of
+ * op(A) and column sums of op(B). aux: like D, and gelu's argument: written by GELU_AUX_BIAS, read by DGELU. */
+typedef struct { cublasLtEpilogue_t kind; const void* bias; const void* aux; } MatmulEpilogue;
+static constexpr MatmulEpilogue MATMUL_PLAIN = {CUBLASLT_EPILOGUE_DEFAULT, nullptr, nullptr};
+
+static const struct { cublasLtEpilogue_t kind; const char* name; } matmul_epilogue_rows[] = {
+    {CUBLASLT_EPILOGUE_BIAS, "bias"},
+    {CUBLASLT_EPILOGUE_GELU_AUX_BIAS, "bias and GELU"},
+    {CUBLASLT_EPILOGUE_DGELU, "slope of GELU"},
+    {CUBLASLT_EPILOGUE_BGRADA, "bias gradient (A)"},
+    {CUBLASLT_EPILOGUE_BGRADB, "bias gradient (B)"},
+};
 
 static constexpr int MATMUL_MAX_PLANS = 512;
 static constexpr size_t MATMUL_WORKSPACE_BYTES = (size_t)32 << 20;
@@ -112,7 +129,7 @@ static struct {
     void* workspace;
     MatmulPlan plans[MATMUL_MAX_PLANS];
     int num_plans;
-    bool said_unfused;
+    bool said_unfused[sizeof matmul_epilogue_rows / sizeof matmul_epilogue_rows[0]];
 } matmul_state;
 
 static void matmul_init()
@@ -173,7 +190,23 @@ static bool matmul_plan_ask(MatmulPlan* plan)
     return true;
 }
 
-static void matmul_plan_make(MatmulPlan* plan, MatmulShape s)
+static void matmul_epilogue_point(const MatmulPlan* plan, MatmulEpilogue e)
+{
+    if (e.bias != nullptr) matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, e.bias);
+    if (e.aux != nullptr) matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, e.aux);
+}
+
+static void matmul_say_unfused(MatmulShape s)
+{
+    for (size_t i = 0; i < sizeof matmul_epilogue_rows / sizeof matmul_epilogue_rows[0]; i++) {
+        if (matmul_epilogue_rows[i].kind != s.epilogue || matmul_state.said_unfused[i]) continue;
+        fprintf(stderr, "cuBLASLt has no epilogue with %s for (%d,%d) x %d in %s: a pass of its own\n",
+                matmul_epilogue_rows[i].name, s.m, s.n, s.k, FLOATX_NAME);
+        matmul_state.said_unfused[i] = true;
+    }
+}
+
+static void matmul_plan_make(MatmulPlan* plan, MatmulShape s, MatmulEpilogue e)
 {
     plan->shape = s;
     const cudaDataType_t d_type = s.d_is_float ? CUDA_R_32F : FLOATX_CUDA;
@@ -184,44 +217,67 @@ static void matmul_plan_make(MatmulPlan* plan, MatmulShape s)
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&plan->a, FLOATX_CUDA, a_rows, s.transpose_a ? s.m : s.k, a_rows));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&plan->b, FLOATX_CUDA, b_rows, s.transpose_b ? s.k : s.n, b_rows));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&plan->d, d_type, s.m, s.n, s.m));
-    if (s.has_bias) {
-        matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-        matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, FLOATX_CUDA);
-        plan->bias_fused = matmul_plan_ask(plan);
-        if (plan->bias_fused) return;
-        if (!matmul_state.said_unfused)
-            fprintf(stderr, "cuBLASLt has no bias epilogue for (%d,%d) x %d: added in a pass of its own\n", s.m, s.n,
-                    s.k);
-        matmul_state.said_unfused = true;
-        matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_DEFAULT);
-    }
-    ENSURE(matmul_plan_ask(plan), "cuBLASLt has no algorithm for a product (%d,%d) x %d of %s aligned to %d bytes",
-           s.m, s.n, s.k, FLOATX_NAME, s.alignment_bytes);
+    matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, e.kind);
+    if (e.bias != nullptr) matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, d_type);
+    if (e.aux != nullptr) matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, (int64_t)s.m);
+    matmul_epilogue_point(plan, e);
+    plan->exists = matmul_plan_ask(plan);
+    ENSURE(plan->exists || e.kind != CUBLASLT_EPILOGUE_DEFAULT,
+           "cuBLASLt has no algorithm for a product (%d,%d) x %d of %s aligned to %d bytes", s.m, s.n, s.k, FLOATX_NAME,
+           s.alignment_bytes);
+    if (!plan->exists) matmul_say_unfused(s);
 }
 
-static MatmulPlan* matmul_plan_find(MatmulShape shape)
+static MatmulPlan* matmul_plan_find(MatmulShape shape, MatmulEpilogue e)
 {
     for (int i = 0; i < matmul_state.num_plans; i++)
         if (memcmp(&matmul_state.plans[i].shape, &shape, sizeof shape) == 0) return &matmul_state.plans[i];
     ENSURE(matmul_state.num_plans < MATMUL_MAX_PLANS, "more than %d shapes of matrix products", MATMUL_MAX_PLANS);
     MatmulPlan* plan = &matmul_state.plans[matmul_state.num_plans];
-    matmul_plan_make(plan, shape);
+    matmul_plan_make(plan, shape, e);
     matmul_state.num_plans++;
     return plan;
 }
 
-/* D = op(A) * op(B) + beta * D (+ bias down each column). Returns whether the bias has been added. */
-template<class D> static bool matmul_lt(D* d, const floatX* a, const floatX* b, const floatX* bias, int m, int n, int k,
-                                        bool transpose_a, bool transpose_b, float beta, cudaStream_t stream)
+/* D = epilogue(op(A) * op(B) + beta * D). Returns false, with nothing done, if cuBLASLt does not have the epilogue. */
+template<class D> static bool matmul_lt(D* d, const floatX* a, const floatX* b, int m, int n, int k, bool transpose_a,
+                                        bool transpose_b, float beta, MatmulEpilogue e, cudaStream_t stream)
 {
-    const uintptr_t address_bits = (uintptr_t)a | (uintptr_t)b | (uintptr_t)d | (uintptr_t)bias | 256;
-    MatmulPlan* plan = matmul_plan_find({m, n, k, transpose_a, transpose_b, sizeof(D) == sizeof(float), bias != nullptr,
-                                         (int)(address_bits & -address_bits)});
-    if (plan->bias_fused) matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, (const void*)bias);
+    uintptr_t address_bits = 256;
+    for (const void* p : {(const void*)a, (const void*)b, (const void*)d, e.bias, e.aux}) address_bits |= (uintptr_t)p;
+    MatmulPlan* plan = matmul_plan_find({m, n, k, transpose_a, transpose_b, sizeof(D) == sizeof(float), e.kind,
+                                         (int)(address_bits & -address_bits)}, e);
+    if (!plan->exists) return false;
+    matmul_epilogue_point(plan, e);
     const float alpha = 1.0f;
     CUBLAS_CHECK(cublasLtMatmul(matmul_state.handle, plan->desc, &alpha, a, plan->a, b, plan->b, &beta, d, plan->d, d,
                                 plan->d, &plan->algo, matmul_state.workspace, MATMUL_WORKSPACE_BYTES, stream));
-    return plan->bias_fused;
+    return true;
+}
+
+/* The products of a layer, with an epilogue or plain. */
+static bool matmul_lt_forward(floatX* out, const floatX* inp, const floatX* weight, int N, int IC, int OC,
+                              Layout layout, MatmulEpilogue e, cudaStream_t stream)
+{
+    return matmul_lt(out, weight, inp, OC, N, IC, layout == Layout::OUT_IN, false, 0.0f, e, stream);
+}
+
+static bool matmul_lt_backward_input(floatX* dinp, const floatX* dout, const floatX* weight, int N, int IC, int OC,
+                                     Layout layout, float beta, MatmulEpilogue e, cudaStream_t stream)
+{
+    return matmul_lt(dinp, weight, dout, IC, N, OC, layout == Layout::IN_OUT, false, beta, e, stream);
+}
+
+/* With column_sums (OC) also those of dout. */
+static bool matmul_lt_backward_weight(float* dweight, float* column_sums, const floatX* dout, const floatX* inp, int N,
+                                      int IC, int OC, Layout layout, cudaStream_t stream)
+{
+    const bool out_in = layout == Layout::OUT_IN;
+    MatmulEpilogue e = MATMUL_PLAIN;
+    if (column_sums != nullptr)
+        e = {out_in ? CUBLASLT_EPILOGUE_BGRADB : CUBLASLT_EPILOGUE_BGRADA, column_sums, nullptr};
+    if (out_in) return matmul_lt(dweight, inp, dout, IC, OC, N, false, true, 1.0f, e, stream);
+    return matmul_lt(dweight, dout, inp, OC, IC, N, false, true, 1.0f, e, stream);
 }
 
 /* Where cuBLASLt cannot add the bias: one block a row. */
@@ -264,11 +320,25 @@ static void matmul_forward(floatX* out, const floatX* inp, const floatX* weight,
 {
     ON_CPU(matmul_forward_cpu(out, inp, weight, bias, N, IC, OC, layout));
 #ifndef DEVICE_CPU
-    const bool bias_added = matmul_lt(out, weight, inp, bias, OC, N, IC, layout == Layout::OUT_IN, false, 0.0f, stream);
-    if (bias_added || bias == nullptr) return;
+    const MatmulEpilogue add_bias = {CUBLASLT_EPILOGUE_BIAS, bias, nullptr};
+    if (bias != nullptr && matmul_lt_forward(out, inp, weight, N, IC, OC, layout, add_bias, stream)) return;
+    matmul_lt_forward(out, inp, weight, N, IC, OC, layout, MATMUL_PLAIN, stream);
+    if (bias == nullptr) return;
     LAUNCH(matmul_bias_kernel, N, 256, 0, stream, out, bias, OC);
     CUDA_CHECK(cudaGetLastError());
 #endif
+}
+
+static void matmul_forward_gelu(floatX* out, floatX* pre, const floatX* inp, const floatX* weight, const floatX* bias,
+                                int N, int IC, int OC, Layout layout, Gelu kind, cudaStream_t stream)
+{
+#ifndef DEVICE_CPU
+    const MatmulEpilogue add_bias_gelu = {CUBLASLT_EPILOGUE_GELU_AUX_BIAS, bias, pre};
+    if (kind == Gelu::TANH && bias != nullptr &&
+        matmul_lt_forward(out, inp, weight, N, IC, OC, layout, add_bias_gelu, stream)) return;
+#endif
+    matmul_forward(pre, inp, weight, bias, N, IC, OC, layout, stream);
+    gelu_forward(out, pre, (size_t)N * OC, kind, stream);
 }
 
 static void matmul_backward_input(floatX* dinp, const floatX* dout, const floatX* weight, int N, int IC, int OC,
@@ -277,8 +347,20 @@ static void matmul_backward_input(floatX* dinp, const floatX* dout, const floatX
     ON_CPU(matmul_backward_input_cpu(dinp, dout, weight, N, IC, OC, layout, accumulate));
 #ifndef DEVICE_CPU
     const float beta = accumulate ? 1.0f : 0.0f;
-    matmul_lt(dinp, weight, dout, nullptr, IC, N, OC, layout == Layout::IN_OUT, false, beta, stream);
+    matmul_lt_backward_input(dinp, dout, weight, N, IC, OC, layout, beta, MATMUL_PLAIN, stream);
 #endif
+}
+
+static void matmul_backward_input_gelu(floatX* dpre, const floatX* dout, const floatX* weight, const floatX* pre, int N,
+                                       int IC, int OC, Layout layout, Gelu kind, cudaStream_t stream)
+{
+#ifndef DEVICE_CPU
+    const MatmulEpilogue slope = {CUBLASLT_EPILOGUE_DGELU, nullptr, pre};
+    if (kind == Gelu::TANH && matmul_lt_backward_input(dpre, dout, weight, N, IC, OC, layout, 0.0f, slope, stream))
+        return;
+#endif
+    matmul_backward_input(dpre, dout, weight, N, IC, OC, layout, false, stream);
+    gelu_backward(dpre, dpre, pre, (size_t)N * IC, kind, stream);
 }
 
 static void matmul_backward_weight(float* dweight, float* dbias, float* scratch, const floatX* dout, const floatX* inp,
@@ -286,11 +368,15 @@ static void matmul_backward_weight(float* dweight, float* dbias, float* scratch,
 {
     ON_CPU((void)scratch, matmul_backward_weight_cpu(dweight, dbias, dout, inp, N, IC, OC, layout));
 #ifndef DEVICE_CPU
-    if (layout == Layout::OUT_IN) matmul_lt(dweight, inp, dout, nullptr, IC, OC, N, false, true, 1.0f, stream);
-    else matmul_lt(dweight, dout, inp, nullptr, OC, IC, N, false, true, 1.0f, stream);
-    if (dbias == nullptr) return;
-    const int num_parts = min(MATMUL_BIAS_PARTS, (int)ceil_div(N, 32));
-    LAUNCH(matmul_backward_bias_parts_kernel, dim3(ceil_div(OC, 32), num_parts), 256, 0, stream, scratch, dout, N, OC);
+    int num_parts = 1;
+    if (dbias == nullptr || !matmul_lt_backward_weight(dweight, scratch, dout, inp, N, IC, OC, layout, stream)) {
+        matmul_lt_backward_weight(dweight, nullptr, dout, inp, N, IC, OC, layout, stream);
+        if (dbias == nullptr) return;
+        num_parts = min(MATMUL_BIAS_PARTS, (int)ceil_div(N, 32));
+        LAUNCH(matmul_backward_bias_parts_kernel, dim3(ceil_div(OC, 32), num_parts), 256, 0, stream, scratch, dout, N,
+               OC);
+        CUDA_CHECK(cudaGetLastError());
+    }
     LAUNCH(matmul_backward_bias_add_kernel, ceil_div(OC, 256), 256, 0, stream, dbias, scratch, num_parts, OC);
     CUDA_CHECK(cudaGetLastError());
 #endif
@@ -410,6 +496,49 @@ template<Layout layout> static void matmul_backward_weight_test(OpRun* run)
                                          op_dot(out, dout.f64, (size_t)N * OC)));
 }
 
+/* dims: N, IC, OC. The GELU takes pre before it is rounded or after: both are within the rule. */
+template<Layout layout, Gelu kind> static void matmul_forward_gelu_test(OpRun* run)
+{
+    const int N = run->dims[0], IC = run->dims[1], OC = run->dims[2];
+    OpTensor<floatX> inp = op_input<floatX>(run, "inp", (size_t)N * IC, 0.0, 1.0);
+    OpTensor<floatX> weight = op_input<floatX>(run, "weight", (size_t)OC * IC, 0.0, 1.0 / sqrt(IC));
+    OpTensor<floatX> bias = op_input<floatX>(run, "bias", OC, 0.0, 1.0);
+    OpTensor<floatX> pre = op_output<floatX>(run, "pre", (size_t)N * OC);
+    OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)N * OC);
+    OP_RUN(run, 0, 2.0 * N * IC * OC,
+           matmul_forward_gelu(out.dev, pre.dev, inp.dev, weight.dev, bias.dev, N, IC, OC, layout, kind, 0));
+    matmul_forward_ref(pre.f64, inp.f64, weight.f64, bias.f64, N, IC, OC, layout);
+    matmul_forward_ref(pre.f32, inp.f32, weight.f32, bias.f32, N, IC, OC, layout);
+    gelu_forward_ref(out.f64, pre.f64, out.n, kind);
+    gelu_forward_ref(out.f32, pre.f32, out.n, kind);
+    op_check(run, pre);
+    op_check(run, out);
+}
+
+/* dims: N, IC, OC */
+template<Layout layout, Gelu kind> static void matmul_backward_input_gelu_test(OpRun* run)
+{
+    const int N = run->dims[0], IC = run->dims[1], OC = run->dims[2];
+    OpTensor<floatX> dout = op_input<floatX>(run, "dout", (size_t)N * OC, 0.0, 1.0);
+    OpTensor<floatX> weight = op_input<floatX>(run, "weight", (size_t)OC * IC, 0.0, 1.0 / sqrt(OC));
+    OpTensor<floatX> pre = op_input<floatX>(run, "pre", (size_t)N * IC, 0.0, 2.0);
+    OpTensor<floatX> dpre = op_output<floatX>(run, "dpre", (size_t)N * IC);
+    OP_RUN(run, 0, 2.0 * N * IC * OC,
+           matmul_backward_input_gelu(dpre.dev, dout.dev, weight.dev, pre.dev, N, IC, OC, layout, kind, 0));
+    matmul_backward_input_ref(dpre.f64, dout.f64, weight.f64, N, IC, OC, layout, false);
+    matmul_backward_input_ref(dpre.f32, dout.f32, weight.f32, N, IC, OC, layout, false);
+    gelu_backward_ref(dpre.f64, dpre.f64, pre.f64, dpre.n, kind);
+    gelu_backward_ref(dpre.f32, dpre.f32, pre.f32, dpre.n, kind);
+    op_check(run, dpre);
+}
+
+#define MATMUL_GELU_TESTS(name) \
+    {#name, name##_test<Layout::OUT_IN, Gelu::TANH>, {7, 33, 65}, OpWhen::ALWAYS}, \
+    {#name, name##_test<Layout::IN_OUT, Gelu::TANH>, {33, 96, 64}, OpWhen::ALWAYS}, \
+    {#name, name##_test<Layout::OUT_IN, Gelu::TANH>, {65, 64, 200}, OpWhen::ALWAYS}, \
+    {#name, name##_test<Layout::IN_OUT, Gelu::ERF>, {5, 72, 40}, OpWhen::ALWAYS}, \
+    {#name, name##_test<Layout::IN_OUT, Gelu::TANH>, {1024, 768, 3072}, OpWhen::BENCH}
+
 #define MATMUL_TEST(name, layout, when, ...) {#name, name##_test<Layout::layout>, {__VA_ARGS__}, OpWhen::when}
 #define MATMUL_TESTS(name) \
     MATMUL_TEST(name, OUT_IN, ALWAYS, 1, 1, 1, 1), MATMUL_TEST(name, IN_OUT, ALWAYS, 1, 1, 1, 1), \
@@ -423,5 +552,6 @@ template<Layout layout> static void matmul_backward_weight_test(OpRun* run)
 
 static const OpTest matmul_tests[] = {
     MATMUL_TESTS(matmul_forward), MATMUL_TESTS(matmul_backward_input), MATMUL_TESTS(matmul_backward_weight),
+    MATMUL_GELU_TESTS(matmul_forward_gelu), MATMUL_GELU_TESTS(matmul_backward_input_gelu),
 };
 #endif

@@ -9,6 +9,7 @@
  *   cp_async16 _commit _wait<N>  global to shared, 16 bytes, asynchronous; valid = false writes zeros
  *   ldmatrix_x4(_trans)          four 8x8 matrices of 16-bit elements, one row address a lane
  *   mma_m16n8k16<T>              d(16,8) += a(16,16) b(16,8), T = __nv_bfloat16 or __half, fp32 accumulators
+ *   exp2_fast                    2^x in one instruction, 2 ulp off at most; results below 2^-126 are 0
  * Three builds: nvcc (DEVICE_CUDA); DEVICE_EMU, kernels on the CPU through kernels/cpu/emu.h; DEVICE_CPU, which has no
  * kernels and takes HOSTDEV and the runtime's names from here. */
 #pragma once
@@ -57,6 +58,7 @@ template <class T> DEV void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], 
 {
     emu_mma_m16n8k16(d, a, b, emu_is_bf16((const T*)nullptr), file, line);
 }
+DEV float exp2_fast(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
 
 #else
 
@@ -122,6 +124,13 @@ template <> __device__ __forceinline__ void mma_m16n8k16<__half>(float (&d)[4], 
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+DEV float exp2_fast(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 #endif

@@ -1,11 +1,12 @@
-/* gemm.h: the CPU build's own single-precision matrix product.
- *   C (M,N) = init + op(A) (M,K) * op(B) (K,N)      all row-major; op transposes when asked
+/* gemm.h: the CPU build's own matrix product, in fp32 whatever is stored.
+ *   C (M,N) = init + op(A) (M,K) * op(B) (K,N)     all row-major; op transposes when asked; A, B floatX, C that or fp32
  *   init    is C itself (accumulate), a row added to every row of C (a bias), or zero
  * how     A tile of MR x NR of C stays in registers while K runs. A is packed once per block, by all threads for all,
  *         into panels of MR rows; each thread packs one panel of NR columns of B at a time into its nearest cache and
  *         runs it against all of A, while the next panel's source lines are prefetched. Packing and prefetching are
  *         what matters here: with few rows (a micro-batch of 256 tokens) each weight is used for little arithmetic, and
- *         there libraries lose most of their time reading B.
+ *         there libraries lose most of their time reading B. 16-bit A and B are widened when packed. A 16-bit C is
+ *         summed over the whole of K in an fp32 panel, and rounded once.
  * exact   each element of C is summed over k in ascending order, whatever the number of threads: same bits. (OpenBLAS
  *         0.3.21 with its Haswell kernels gives other bits with two threads than with one.)
  * source  the tiling is that of Goto & van de Geijn 2008 and of BLIS; A shared, B streamed by panels is our choice */
@@ -14,7 +15,7 @@
 #include <cstdlib>
 #include <omp.h>
 #include <sys/mman.h>
-#include "../../data/error.h"
+#include "../common.cuh"
 #include "simd.h"
 
 #ifdef __AVX512F__
@@ -33,7 +34,9 @@ enum {
 static int gemm_min(int a, int b) { return a < b ? a : b; }
 static int gemm_div_up(int a, int b) { return (a + b - 1) / b; }
 
-static struct { float *a, *b; int num_threads; } gemm_space;     // room for packed A, shared, and packed B, one each
+/* Room for packed A, shared; for packed B and a panel of a 16-bit C, one each. */
+static struct { float *a, *b, *c; int num_threads; } gemm_space;
+static constexpr bool GEMM_IS_16BIT = sizeof(floatX) < sizeof(float);
 
 static float* gemm_alloc(size_t elems)
 {
@@ -52,12 +55,14 @@ static void gemm_init()
     gemm_space.num_threads = omp_get_max_threads();
     gemm_space.a = gemm_alloc((size_t)GEMM_MB * GEMM_KB);
     gemm_space.b = gemm_alloc((size_t)gemm_space.num_threads * GEMM_KC * GEMM_NR);
+    if (GEMM_IS_16BIT) gemm_space.c = gemm_alloc((size_t)gemm_space.num_threads * GEMM_MB * GEMM_NR);
 }
 
 static void gemm_free()
 {
     free(gemm_space.a);
     free(gemm_space.b);
+    free(gemm_space.c);
     gemm_space = {};
 }
 
@@ -112,27 +117,24 @@ static void gemm_tile_edge(int num_vectors, float* c, size_t ldc, const float* i
     for (int i = 0; i < rows; i++) memcpy(c + i * ldc, tile + i * GEMM_NR, cols * sizeof(float));
 }
 
-SIMD void gemm_transpose4x4(float* dst, size_t ld_dst, const float* src, size_t ld_src)
+template <class D, class S> SIMD void gemm_transpose4x4(D* dst, size_t ld_dst, const S* src, size_t ld_src)
 {
-    vf4 a, b, c, d;
-    memcpy(&a, src, sizeof a);
-    memcpy(&b, src + ld_src, sizeof b);
-    memcpy(&c, src + 2 * ld_src, sizeof c);
-    memcpy(&d, src + 3 * ld_src, sizeof d);
+    vf4 a = vf4_load(src), b = vf4_load(src + ld_src), c = vf4_load(src + 2 * ld_src), d = vf4_load(src + 3 * ld_src);
     vf4 ab01 = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd01 = __builtin_shufflevector(c, d, 0, 4, 1, 5);
     vf4 ab23 = __builtin_shufflevector(a, b, 2, 6, 3, 7), cd23 = __builtin_shufflevector(c, d, 2, 6, 3, 7);
     a = __builtin_shufflevector(ab01, cd01, 0, 1, 4, 5);
     b = __builtin_shufflevector(ab01, cd01, 2, 3, 6, 7);
     c = __builtin_shufflevector(ab23, cd23, 0, 1, 4, 5);
     d = __builtin_shufflevector(ab23, cd23, 2, 3, 6, 7);
-    memcpy(dst, &a, sizeof a);
-    memcpy(dst + ld_dst, &b, sizeof b);
-    memcpy(dst + 2 * ld_dst, &c, sizeof c);
-    memcpy(dst + 3 * ld_dst, &d, sizeof d);
+    vf4_store(dst, a);
+    vf4_store(dst + ld_dst, b);
+    vf4_store(dst + 2 * ld_dst, c);
+    vf4_store(dst + 3 * ld_dst, d);
 }
 
 /* dst (rows, cols) = transpose of src (cols, rows) */
-static void gemm_transpose(float* dst, size_t ld_dst, const float* src, size_t ld_src, int rows, int cols)
+template <class D, class S>
+static void gemm_transpose(D* dst, size_t ld_dst, const S* src, size_t ld_src, int rows, int cols)
 {
     for (int col = 0; col < cols; col += 4) {
         int row = 0;
@@ -140,28 +142,30 @@ static void gemm_transpose(float* dst, size_t ld_dst, const float* src, size_t l
             for (; row + 4 <= rows; row += 4)
                 gemm_transpose4x4(dst + row * ld_dst + col, ld_dst, src + col * ld_src + row, ld_src);
         for (; row < rows; row++)
-            for (int i = col; i < col + 4 && i < cols; i++) dst[row * ld_dst + i] = src[i * ld_src + row];
+            for (int i = col; i < col + 4 && i < cols; i++)
+                store_f(dst + row * ld_dst + i, load_f(src[i * ld_src + row]));
     }
 }
 
 /* A panel dst[k][width] for k < K, from a source that holds it k by k (k_major) or column by column. Columns past
  * `cols` become 0. Widths are multiples of 4. */
-static void gemm_pack(float* dst, int width, const float* src, size_t ld, bool k_major, int K, int cols)
+template <class T>
+static void gemm_pack(float* dst, int width, const T* src, size_t ld, bool k_major, int K, int cols)
 {
     if (!k_major) gemm_transpose(dst, width, src, ld, K, cols);
     else if (cols == width)
         for (int k = 0; k < K; k++)
-            for (int j = 0; j < width; j += 4) memcpy(dst + k * width + j, src + k * ld + j, sizeof(vf4));
+            for (int j = 0; j < width; j += 4) vf4_store(dst + k * width + j, vf4_load(src + k * ld + j));
     else
-        for (int k = 0; k < K; k++) memcpy(dst + k * width, src + k * ld, cols * sizeof(float));
+        for (int k = 0; k < K; k++) vf_copy(dst + k * width, src + k * ld, cols);
     if (cols < width)
         for (int k = 0; k < K; k++) memset(dst + k * width + cols, 0, (width - cols) * sizeof(float));
 }
 
 /* A matrix as the caller stores it, transposed or not. */
-typedef struct { const float* p; size_t ld; bool transposed; } GemmOperand;
+typedef struct { const floatX* p; size_t ld; bool transposed; } GemmOperand;
 
-SIMD const float* gemm_at(GemmOperand x, int row, int col)
+SIMD const floatX* gemm_at(GemmOperand x, int row, int col)
 {
     return x.transposed ? x.p + (size_t)col * x.ld + row : x.p + (size_t)row * x.ld + col;
 }
@@ -172,8 +176,9 @@ typedef struct { const char* row; size_t ld_bytes; int num_rows, row_bytes, offs
 static GemmPrefetch gemm_prefetch_start(GemmOperand x, int row, int col, int num_rows, int num_cols)
 {
     const char* first = (const char*)gemm_at(x, row, col);
-    if (x.transposed) return { first, x.ld * sizeof(float), num_cols, num_rows * (int)sizeof(float), 0 };
-    return { first, x.ld * sizeof(float), num_rows, num_cols * (int)sizeof(float), 0 };
+    const int elem_bytes = sizeof(floatX);
+    if (x.transposed) return { first, x.ld * elem_bytes, num_cols, num_rows * elem_bytes, 0 };
+    return { first, x.ld * elem_bytes, num_rows, num_cols * elem_bytes, 0 };
 }
 
 SIMD void gemm_prefetch(GemmPrefetch* p, int num_lines)
@@ -204,15 +209,15 @@ static void gemm_panel(float* c, size_t ldc, const float* init, size_t ld_init, 
 }
 
 /* One product, and the block of A that is packed: rows m0 on, k0 <= k < k1. */
-typedef struct {
-    float* C;
+template <class TC> struct GemmJob {
+    TC* C;
     size_t ldc;
     GemmOperand A, B;
     int M, N, K;
-    const float* bias;
+    const floatX* bias;
     bool accumulate;
     int kc, kb, mb;             // GEMM_KC, KB, MB, made smaller so that the pieces of K and M come out alike
-} GemmJob;
+};
 typedef struct { int m0, num_rows, k0, k1; } GemmBlock;
 
 /* Where panel m (a multiple of MR) of the block's piece k lies. */
@@ -222,44 +227,62 @@ static float* gemm_packed_a(GemmBlock block, int m, int k, int num_k)
     return gemm_space.a + (k - block.k0) * padded_rows + (size_t)m * num_k;
 }
 
-static void gemm_pack_a(const GemmJob* g, GemmBlock block, int m, int k)
+template <class TC> static void gemm_pack_a(const GemmJob<TC>* g, GemmBlock block, int m, int k)
 {
     const int num_k = gemm_min(g->kc, block.k1 - k);
     gemm_pack(gemm_packed_a(block, m, k, num_k), GEMM_MR, gemm_at(g->A, block.m0 + m, k), g->A.ld, g->A.transposed,
               num_k, gemm_min(GEMM_MR, block.num_rows - m));
 }
 
-/* Columns n on, one panel of them, of C's rows m .. m + rows of the block. */
-static void gemm_columns(const GemmJob* g, GemmBlock block, int n, int m, int rows, float* packed_b)
+/* What the next pack of B reads after the one of k and n. */
+template <class TC> static GemmPrefetch gemm_prefetch_next(const GemmJob<TC>* g, GemmBlock block, int n, int k)
 {
-    static const float zeros[GEMM_NR] = {};
+    const int next_k = k + g->kc, next_n = n + GEMM_NR;
+    if (next_k < block.k1)
+        return gemm_prefetch_start(g->B, next_k, n, gemm_min(g->kc, block.k1 - next_k), gemm_min(GEMM_NR, g->N - n));
+    if (next_n < g->N)
+        return gemm_prefetch_start(g->B, block.k0, next_n, gemm_min(g->kc, block.k1 - block.k0),
+                                   gemm_min(GEMM_NR, g->N - next_n));
+    return {};
+}
+
+/* Columns n on, one panel of them, of C's rows m .. m + rows of the block. */
+template <class TC>
+static void gemm_columns(const GemmJob<TC>* g, GemmBlock block, int n, int m, int rows, float* packed_b, float* panel)
+{
+    constexpr bool IN_PLACE = sizeof(TC) == sizeof(float);
     const int cols = gemm_min(GEMM_NR, g->N - n), width = gemm_div_up(cols, VF) * VF;
+    TC* result = g->C + (size_t)(block.m0 + m) * g->ldc + n;
+    float *c = IN_PLACE ? (float*)result : panel, bias[GEMM_NR] = {};
+    const size_t ldc = IN_PLACE ? g->ldc : (size_t)GEMM_NR;
+    if (g->bias != nullptr) vf_copy(bias, g->bias + n, cols);
+    if (!IN_PLACE && g->accumulate)
+        for (int i = 0; i < rows; i++) vf_copy(panel + i * GEMM_NR, result + i * g->ldc, cols);
     for (int k = block.k0; k < block.k1; k += g->kc) {
         const int num_k = gemm_min(g->kc, block.k1 - k);
         gemm_pack(packed_b, width, gemm_at(g->B, k, n), g->B.ld, !g->B.transposed, num_k, cols);
-        GemmPrefetch next = {};
-        if (k + g->kc < block.k1)
-            next = gemm_prefetch_start(g->B, k + g->kc, n, gemm_min(g->kc, block.k1 - k - g->kc), cols);
-        else if (n + GEMM_NR < g->N)
-            next = gemm_prefetch_start(g->B, block.k0, n + GEMM_NR, gemm_min(g->kc, block.k1 - block.k0),
-                                       gemm_min(GEMM_NR, g->N - n - GEMM_NR));
-        float* c = g->C + (size_t)(block.m0 + m) * g->ldc + n;
         const bool from_c = k > 0 || g->accumulate;
-        const float* init = from_c ? c : g->bias != nullptr ? g->bias + n : zeros;
-        gemm_panel(c, g->ldc, init, from_c ? g->ldc : 0, gemm_packed_a(block, m, k, num_k), packed_b, rows, cols, num_k,
-                   next);
+        gemm_panel(c, ldc, from_c ? c : bias, from_c ? ldc : 0, gemm_packed_a(block, m, k, num_k), packed_b, rows, cols,
+                   num_k, gemm_prefetch_next(g, block, n, k));
     }
+    if (!IN_PLACE)
+        for (int i = 0; i < rows; i++) vf_copy(result + i * g->ldc, panel + i * GEMM_NR, cols);
 }
 
 /* C (M,N) = A * B, + C (accumulate) or + bias in every row (or null). Called by one thread; works with all. Work is
  * handed out as it is asked for, so that a thread that shares its core does not hold up the others. With too few panels
  * of columns to share out fairly, rows are cut too. */
-static void gemm(float* C, size_t ldc, GemmOperand A, GemmOperand B, int M, int N, int K, const float* bias,
+template <class TC>
+static void gemm(TC* C, size_t ldc, GemmOperand A, GemmOperand B, int M, int N, int K, const floatX* bias,
                  bool accumulate)
 {
-    const int kc = gemm_div_up(K, gemm_div_up(K, GEMM_KC));
-    const int mb = gemm_div_up(gemm_div_up(M, gemm_div_up(M, GEMM_MB)), GEMM_MR) * GEMM_MR;
-    const GemmJob job = {C, ldc, A, B, M, N, K, bias, accumulate, kc, kc * (GEMM_KB / GEMM_KC), mb};
+    const int num_pieces = gemm_div_up(K, GEMM_KC), kc = gemm_div_up(K, num_pieces);
+    const bool in_place = sizeof(TC) == sizeof(float);       // else one block has all of K, and as many rows as fit
+    const int kb = kc * (in_place ? GEMM_KB / GEMM_KC : num_pieces);
+    const int most_rows = in_place ? GEMM_MB : gemm_min(GEMM_MB, GEMM_MB * GEMM_KB / kb / GEMM_MR * GEMM_MR);
+    ENSURE(most_rows > 0, "a product over %d terms in %s: at most %d", K, FLOATX_NAME, GEMM_MB * GEMM_KB / GEMM_MR);
+    const int mb = gemm_div_up(gemm_div_up(M, gemm_div_up(M, most_rows)), GEMM_MR) * GEMM_MR;
+    const GemmJob<TC> job = {C, ldc, A, B, M, N, K, bias, accumulate, kc, kb, mb};
     const int num_threads = gemm_min(omp_get_max_threads(), gemm_space.num_threads);
     const int num_panels = gemm_div_up(N, GEMM_NR);
     const int num_cuts = num_panels >= 4 * num_threads ? 1 : gemm_min(4, gemm_div_up(M, 8 * GEMM_MR));
@@ -267,6 +290,7 @@ static void gemm(float* C, size_t ldc, GemmOperand A, GemmOperand B, int M, int 
     #pragma omp parallel num_threads(num_threads)
     {
         float* packed_b = gemm_space.b + (size_t)omp_get_thread_num() * GEMM_KC * GEMM_NR;
+        float* panel = in_place ? nullptr : gemm_space.c + (size_t)omp_get_thread_num() * GEMM_MB * GEMM_NR;
         for (int k0 = 0; k0 < K; k0 += job.kb)
             for (int m0 = 0; m0 < M; m0 += mb) {
                 const GemmBlock block = {m0, gemm_min(mb, M - m0), k0, gemm_min(k0 + job.kb, K)};
@@ -277,7 +301,7 @@ static void gemm(float* C, size_t ldc, GemmOperand A, GemmOperand B, int M, int 
                 #pragma omp for schedule(dynamic, chunk)
                 for (int item = 0; item < num_items; item++) {
                     const int m = item % num_cuts * cut_rows, rows = gemm_min(cut_rows, block.num_rows - m);
-                    if (rows > 0) gemm_columns(&job, block, item / num_cuts * GEMM_NR, m, rows, packed_b);
+                    if (rows > 0) gemm_columns(&job, block, item / num_cuts * GEMM_NR, m, rows, packed_b, panel);
                 }
             }
     }

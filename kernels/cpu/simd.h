@@ -2,13 +2,16 @@
  * AVX2 and AVX-512.
  *   vf, vi            VF floats / ints: 16 with AVX-512, 8 with AVX, else 4. + - * / and comparisons work as on scalars
  *   vf_load vf_store  any address; vf_load_n vf_store_n: the first n of VF lanes, for tails (others read as 0, are not
- *   written) vf_set vf_fma vf_max vf_min vf_select vf_sum vf_hmax
+ *   written); bf16 and fp16 are widened when read and rounded to nearest even when written; vf_copy: n elements
+ *   vf_set vf_fma vf_max vf_min vf_select vf_sum vf_hmax
  *   vf_exp            at most 1.3 ulp off; 0 below -87.33, stays finite above 88.37, NaN stays NaN
  *   vf_erf            at most 1.2 ulp off
  *   vf_gelu_tanh vf_gelu_tanh_grad vf_gelu_erf vf_gelu_erf_grad
  * vf_sum adds the lanes in a fixed tree: results do not depend on threads; in the last bits they depend on VF. */
 #pragma once
 #include <cstring>
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
 
 #if defined(__AVX512F__)
 #define VF 16
@@ -19,14 +22,78 @@
 #endif
 typedef float vf __attribute__((vector_size(VF * sizeof(float))));
 typedef int vi __attribute__((vector_size(VF * sizeof(int))));
+typedef unsigned vu __attribute__((vector_size(VF * sizeof(unsigned))));
+typedef unsigned short vh __attribute__((vector_size(VF * sizeof(unsigned short))));
 #define SIMD static inline __attribute__((always_inline))
+
+typedef float vf4 __attribute__((vector_size(16)));
+typedef float vf8 __attribute__((vector_size(32)));
+typedef unsigned vu4 __attribute__((vector_size(16)));
+typedef unsigned short vh4 __attribute__((vector_size(8)));
+#define VF8_LOW(v) __builtin_shufflevector(v, v, 0, 1, 2, 3)
+#define VF8_HIGH(v) __builtin_shufflevector(v, v, 4, 5, 6, 7)
+#define VF16_LOW(v) __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7)
+#define VF16_HIGH(v) __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)
 
 SIMD vf vf_set(float x) { return x - (vf){}; }              // compiles to a broadcast; x - 0 keeps the sign of a zero
 SIMD vi vi_set(int x) { return x - (vi){}; }
 SIMD vf vf_load(const float* p) { vf v; memcpy(&v, p, sizeof v); return v; }
 SIMD void vf_store(float* p, vf v) { memcpy(p, &v, sizeof v); }
-SIMD vf vf_load_n(const float* p, int n) { vf v = {}; memcpy(&v, p, (size_t)n * sizeof(float)); return v; }
-SIMD void vf_store_n(float* p, vf v, int n) { memcpy(p, &v, (size_t)n * sizeof(float)); }
+
+/* bf16 is the upper half of a float; see cuda_bf16.h for the rounding. */
+SIMD vf vf_load(const __nv_bfloat16* p)
+{
+    vh h;
+    memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+SIMD void vf_store(__nv_bfloat16* p, vf v)
+{
+    vu bits = (vu)v, rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    vh h = __builtin_convertvector(v != v ? 0x7fffu + (vu){} : rounded, vh);
+    memcpy(p, &h, sizeof h);
+}
+
+#if defined(__F16C__) && VF == 16                       // in halves: GCC 12's AVX-512 intrinsics warn about themselves
+SIMD vf vf_load(const __half* p)
+{
+    const __m128i* half = (const __m128i*)p;
+    return __builtin_shufflevector(_mm256_cvtph_ps(_mm_loadu_si128(half)), _mm256_cvtph_ps(_mm_loadu_si128(half + 1)),
+                                   0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+SIMD void vf_store(__half* p, vf v)
+{
+    __m128i* half = (__m128i*)p;
+    _mm_storeu_si128(half, _mm256_cvtps_ph(VF16_LOW(v), _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(half + 1, _mm256_cvtps_ph(VF16_HIGH(v), _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__F16C__) && VF == 8
+SIMD vf vf_load(const __half* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+SIMD void vf_store(__half* p, vf v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
+#else
+SIMD vf vf_load(const __half* p) { vf v; for (int i = 0; i < VF; i++) v[i] = (float)p[i]; return v; }
+SIMD void vf_store(__half* p, vf v) { for (int i = 0; i < VF; i++) p[i] = __half(v[i]); }
+#endif
+
+template <class T> SIMD vf vf_load_n(const T* p, int n)
+{
+    T lanes[VF];
+    memset((void*)lanes, 0, sizeof lanes);
+    memcpy((void*)lanes, p, (size_t)n * sizeof(T));
+    return vf_load(lanes);
+}
+template <class T> SIMD void vf_store_n(T* p, vf v, int n)
+{
+    T lanes[VF];
+    vf_store(lanes, v);
+    memcpy((void*)p, lanes, (size_t)n * sizeof(T));
+}
+template <class D, class S> SIMD void vf_copy(D* dst, const S* src, size_t n)
+{
+    size_t i = 0;
+    for (; i + VF <= n; i += VF) vf_store(dst + i, vf_load(src + i));
+    if (i < n) vf_store_n(dst + i, vf_load_n(src + i, (int)(n - i)), (int)(n - i));
+}
 
 SIMD vf vf_fma(vf a, vf b, vf c) { return a * b + c; }      // one instruction under -ffp-contract=fast
 SIMD vf vf_select(vi mask, vf a, vf b) { return mask ? a : b; }
@@ -34,12 +101,6 @@ SIMD vf vf_max(vf a, vf b) { return a < b ? b : a; }        // a NaN in a stays,
 SIMD vf vf_min(vf a, vf b) { return a > b ? b : a; }
 
 /* The lanes are folded in halves. */
-typedef float vf4 __attribute__((vector_size(16)));
-typedef float vf8 __attribute__((vector_size(32)));
-#define VF8_LOW(v) __builtin_shufflevector(v, v, 0, 1, 2, 3)
-#define VF8_HIGH(v) __builtin_shufflevector(v, v, 4, 5, 6, 7)
-#define VF16_LOW(v) __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7)
-#define VF16_HIGH(v) __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)
 #if VF == 16
 #define VF_FOLD(v, op) vf8 half = op(VF16_LOW(v), VF16_HIGH(v)); vf4 quad = op(VF8_LOW(half), VF8_HIGH(half))
 #elif VF == 8
@@ -62,6 +123,22 @@ SIMD float vf_hmax(vf v)
     float a = OP_MAX(quad[0], quad[2]), b = OP_MAX(quad[1], quad[3]);
     return OP_MAX(a, b);
 }
+
+/* Four elements of any of the three types. */
+SIMD vf4 vf4_load(const float* p) { vf4 v; memcpy(&v, p, sizeof v); return v; }
+SIMD void vf4_store(float* p, vf4 v) { memcpy(p, &v, sizeof v); }
+SIMD vf4 vf4_load(const __nv_bfloat16* p)
+{
+    vh4 h;
+    memcpy(&h, p, sizeof h);
+    return (vf4)(__builtin_convertvector(h, vu4) << 16);
+}
+#ifdef __F16C__
+SIMD vf4 vf4_load(const __half* p) { return _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)); }
+#else
+SIMD vf4 vf4_load(const __half* p) { return (vf4){(float)p[0], (float)p[1], (float)p[2], (float)p[3]}; }
+#endif
+template <class T> SIMD void vf4_store(T* p, vf4 v) { for (int i = 0; i < 4; i++) p[i] = T(v[i]); }
 
 /* e^x = 2^n * e^r with n = round(x / ln 2) and |r| <= ln2 / 2, where a polynomial does (Cephes expf). Adding 1.5 * 2^23
  * rounds to an integer and leaves it in the low bits of the mantissa, from where a shift makes it the exponent of 2^n.
