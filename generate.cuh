@@ -4,7 +4,7 @@
  * Random numbers come from a counter, mix64 of seed and position, so a sample can be repeated. */
 #pragma once
 #include "data/tokenizer.h"
-#include "model.cuh"
+#include "passes.cuh"
 #include "zero/init.h"
 
 typedef struct { int num_tokens, top_k; double temperature; uint64_t seed; } GenerateConfig;

@@ -81,9 +81,9 @@ def llama_shapes(config):
     qwen2 = config["model_type"] == "qwen2"
     shapes = {"model.embed_tokens.weight": (V, C)}
     for l in range(L):
-        linears = {"self_attn.q_proj": (NH * HS, C), "self_attn.k_proj": (NKV * HS, C), "self_attn.v_proj": (NKV * HS, C),
-                   "self_attn.o_proj": (C, NH * HS), "mlp.gate_proj": (F, C), "mlp.up_proj": (F, C),
-                   "mlp.down_proj": (C, F)}
+        linears = {"self_attn.q_proj": (NH * HS, C), "self_attn.k_proj": (NKV * HS, C),
+                   "self_attn.v_proj": (NKV * HS, C), "self_attn.o_proj": (C, NH * HS), "mlp.gate_proj": (F, C),
+                   "mlp.up_proj": (F, C), "mlp.down_proj": (C, F)}
         block = {"input_layernorm.weight": (C,), "post_attention_layernorm.weight": (C,)}
         for name, shape in linears.items():
             block[name + ".weight"] = shape

@@ -1,4 +1,4 @@
-/* rope.cuh: rotary position embedding of query and key heads, in place, pairing element i with i + HS/2 (as in HF files).
+/* rope.cuh: rotary position embedding of query and key heads, in place. Element i turns with i + HS/2, as in HF files.
  *   y[i]        = x[i] * cos(a) - x[i + HS/2] * sin(a)        a = position * frequency[i],  i < HS/2
  *   y[i + HS/2] = x[i + HS/2] * cos(a) + x[i] * sin(a)        backward: the same with -a
  *   frequency[i] = theta^(-2i/HS), then scaled:
@@ -201,7 +201,8 @@ static void rope_scaling_test(OpRun* run)
     op_check_value(run, "llama3 slow", rope_frequency(&llama3, 63, 128), pow(500000.0, -126.0 / 128) / 8, 1e-18);
     // pair 32: 500000^-0.5 turns 1.8438 times in 8192 positions: a share of 0.28126 is kept
     const double frequency = pow(500000.0, -0.5), share = (8192 * frequency / (2 * M_PI) - 1) / 3;
-    op_check_value(run, "llama3 between", rope_frequency(&llama3, 32, 128), frequency * ((1 - share) / 8 + share), 1e-15);
+    op_check_value(run, "llama3 between", rope_frequency(&llama3, 32, 128), frequency * ((1 - share) / 8 + share),
+                   1e-15);
 }
 
 static const OpTest rope_tests[] = {

@@ -16,8 +16,8 @@ import json
 import init
 import numpy as np
 import pytest
-from util import (built_devices, gpt2_config, llama_config, model_write, moments, safetensors_header, safetensors_write, shard_write,
-                  train_gpt, weights)
+from util import (built_devices, gpt2_config, llama_config, model_write, moments, safetensors_header,
+                  safetensors_write, shard_write, train_gpt, weights)
 
 WTE = "transformer.wte.weight"
 STAGES = [0, 1, 2, 3]
@@ -294,7 +294,8 @@ def test_x(tmp_path, device, V, ranks, stage, tied):
     assert safetensors_header(tmp_path / "export" / "model.safetensors")["__metadata__"]["format"] == "pt"
 
 
-@pytest.mark.parametrize("model_type,ranks,stage", [("llama", 1, 0), ("llama", 3, 2), ("qwen2", 2, 1), ("mistral", 4, 2)])
+@pytest.mark.parametrize("model_type,ranks,stage", [("llama", 1, 0), ("llama", 3, 2), ("qwen2", 2, 1),
+                                                    ("mistral", 4, 2)])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("V", [127, 128, 129, 50257, 32000, 128256])
 def test_x_llama(tmp_path, device, V, tied, model_type, ranks, stage):

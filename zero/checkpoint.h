@@ -290,7 +290,7 @@ static void weights_export(Zero* z, const char* folder, void (*small_files)(cons
 }
 
 // ----------------------------------------------------------------------------------------------------------- load
-/* A tensor by HF name, with or without the leading `transformer.` or `model.` (files of the base model leave it out). */
+/* A tensor by HF name, with or without the leading `transformer.` or `model.`: files of the base model leave it out. */
 static const SafeTensor* find_weight(const SafeTensors* files, const char* name)
 {
     const SafeTensor* found = safetensors_find(files, name);

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""golden_llama.py: what transformers says about tiny models, kept in test/golden/.
+
+    pip install torch numpy transformers safetensors
+    python dev/golden_llama.py           # seconds
+
+families.json              configs, seeds and sizes: what is needed to make the same weights and tokens again
+families_NAME.safetensors  of one batch: logits (B,T,V), losses (B,T), and grad.TENSOR of the mean loss
+families_text.json         greedy continuations of a few prompts, as token ids
+Weights are init.random_weights(), tokens init.tokens(). Computed in fp64 where transformers lets us (its RMSNorm and
+its rotary table are always fp32), rounded to fp32.
+"""
+import json
+import pathlib
+
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.numpy import save_file
+
+import init
+
+GOLDEN = pathlib.Path(__file__).resolve().parent.parent / "test" / "golden"
+B, T, SEED, STD = 2, 24, 7, 0.4
+
+
+def llama(model_type, architecture, **more):
+    config = {"architectures": [architecture], "model_type": model_type, "vocab_size": 61, "hidden_size": 24,
+              "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3,
+              "max_position_embeddings": 128, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+              "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
+    return {**config, **more}
+
+
+CONFIGS = {
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 61, "n_positions": 128,
+             "n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 40, "activation_function": "gelu_new",
+             "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
+             "resid_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None},
+    "mha": llama("llama", "LlamaForCausalLM"),
+    # heads wider than C / NH; a context so short that llama3 scaling has all three kinds of frequency
+    "gqa": llama("llama", "LlamaForCausalLM", num_attention_heads=8, num_key_value_heads=2, head_dim=8,
+                 rope_scaling={"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                               "original_max_position_embeddings": 32}),
+    "mqa": llama("llama", "LlamaForCausalLM", num_key_value_heads=1, tie_word_embeddings=True, attention_bias=True,
+                 mlp_bias=True, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+    "mistral": llama("mistral", "MistralForCausalLM", num_attention_heads=6, num_key_value_heads=2, head_dim=16,
+                     sliding_window=None),
+    "qwen2": llama("qwen2", "Qwen2ForCausalLM", num_attention_heads=4, num_key_value_heads=2, hidden_size=32,
+                   rope_theta=1000000.0, rms_norm_eps=1e-6, tie_word_embeddings=True, use_sliding_window=False),
+}
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [60], [11, 22, 33], [5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5], [40, 3]]
+
+
+def shapes(config):
+    return init.gpt2_shapes(config) if config["model_type"] == "gpt2" else init.llama_shapes(config)
+
+
+def build(config):
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config), attn_implementation="eager", dtype=torch.float32)
+    weights = {name: torch.from_numpy(a) for name, a in init.random_weights(shapes(config), SEED, STD).items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    model.tie_weights()
+    return model.double().eval()
+
+
+def one_batch(model, config):
+    tokens = torch.from_numpy(init.tokens(B * T + 1, config["vocab_size"], SEED))
+    idx, targets = tokens[:-1].view(B, T), tokens[1:].view(B, T)
+    logits = model(idx).logits
+    losses = F.cross_entropy(logits.view(B * T, -1), targets.reshape(-1), reduction="none").view(B, T)
+    losses.mean().backward()
+    result = {"logits": logits, "losses": losses}
+    result.update({"grad." + name: p.grad for name, p in model.named_parameters()})
+    return {name: x.detach().float().contiguous().numpy() for name, x in result.items()}
+
+
+@torch.no_grad()
+def continue_greedily(model, prompt, num_tokens):
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt):]
+
+
+if __name__ == "__main__":
+    texts = {}
+    for name, config in CONFIGS.items():
+        model = build(config)
+        save_file(one_batch(model, config), GOLDEN / f"families_{name}.safetensors")
+        texts[name] = [continue_greedily(model, prompt, 64) for prompt in PROMPTS]
+        print(name, len(set(texts[name][0])), "different tokens in the first continuation")
+    about = {"made_by": "dev/golden_llama.py", "torch": torch.__version__, "transformers": transformers.__version__,
+             "B": B, "T": T, "seed": SEED, "std": STD, "configs": CONFIGS}
+    (GOLDEN / "families.json").write_text(json.dumps(about, indent=1) + "\n")
+    (GOLDEN / "families_text.json").write_text(json.dumps({"prompts": PROMPTS, "texts": texts}) + "\n")
