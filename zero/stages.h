@@ -375,7 +375,7 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
 }
 
 // -------------------------------------------------------------------------------------------------------- the step
-/* What this rank owns of unit u, in one launch. Padding between tensors goes along: its gradient is 0, so it stays 0. */
+/* What this rank owns of unit u, in one launch. Padding between tensors goes along: its gradient is 0, it stays 0. */
 static void unit_update(Zero* z, int u, AdamwConfig adamw)
 {
     Range owned = zero_owned(z, u);
