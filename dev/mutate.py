@@ -132,7 +132,7 @@ class Builder:
             flags = ["DEVICE=emu"] + (["CHECK=1"] if checked else [])
             subprocess.run(["make", "-s", *flags, *objects], cwd=ROOT, check=True)
             self.objects[checked] = [str(ROOT / o) for o in objects]
-            self.compile[checked] = make_value("COMPILE", checked) + make_value("CHECKED", checked) + ["-w", "-O1"]
+            self.compile[checked] = make_value("COMPILE", checked) + make_value("CHECKED", checked) + ["-w"]
             self.link[checked] = make_value("LINK", checked), make_value("LIBS", checked)
 
     def build(self, source, output, defines, checked):
@@ -215,7 +215,7 @@ def try_op(builder, mutation):
         for op in ops_that_test(mutation):
             for precision in precisions:
                 output = WORK / f"op_{'check' if checked else 'emu'}"
-                error = builder.build(op_program(builder, op), output, [f"-DPREC_{precision.upper()}"], checked)
+                error = builder.build(op_program(builder, op), output, ["-O1", f"-DPREC_{precision.upper()}"], checked)
                 if error:
                     return f"does not compile: {error.splitlines()[0]}"
                 for seed in [0] if checked else PLAIN_SEEDS:
@@ -286,7 +286,7 @@ def train(program, layout, checked, seed):
 
 def build_program(builder, precision, checked):
     output = WORK / f"train_gpt_{'check' if checked else 'emu'}_{precision}"
-    defines = [f"-DPREC_{precision.upper()}", "-DPREC_MAIN", f"-DHAVE_{precision.upper()}"]
+    defines = ["-O0", f"-DPREC_{precision.upper()}", "-DPREC_MAIN", f"-DHAVE_{precision.upper()}"]
     return output, builder.build("train_gpt.cu", output, defines, checked)
 
 
