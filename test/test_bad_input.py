@@ -72,7 +72,6 @@ def test_usage(good, flags, words, ranks):
 
 @pytest.mark.parametrize("flags,words", [
     (["-z", 3], ["3"]),
-    (["-p", "bf16"], ["bf16"]),
     (["-p", "fp16"], ["fp16"]),
 ], ids=str)
 def test_not_there_yet(good, flags, words):
