@@ -37,6 +37,7 @@
     F(INT,    hysteresis,     0,  2,         1, 1 << 30, "fp16: overflows before the loss scale is halved") \
     F(REAL,   min_loss_scale, 0,  1,         1e-30, 1e30, "fp16: an overflow at this loss scale ends the run") \
     F(SWITCH, consecutive_hysteresis, 0, false, 0, 0, "fp16: every good step restores the hysteresis") \
+    F(TEXT,   recompute,     'r', "none",    0, 0, "made again in the backward: none, cheap (norms), mlp, attention (and mlp), block, or K: K blocks at a time") \
     F(INT,    seed,          's', 42,        0, INT64_MAX, "seed of the initial weights, the data order and the samples") \
     F(ONEOF,  optimizer,      0,  "adamw",   "adamw", 0, "optimizer") \
     F(REAL,   beta1,          0,  0.9,       0, 0.999999, "first moment decay") \
@@ -77,7 +78,7 @@
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
-    "recompute master grad-dtype state-dtype tp pp sp offload offload-dir momentum keep deterministic " \
+    "master grad-dtype state-dtype tp pp sp offload offload-dir momentum keep deterministic " \
     "config bench report check-replicas timeout auto comm-dtype reduce fp32-tensors muon-lr profile " \
     "tune repeat dropout"
 

@@ -15,7 +15,7 @@
 #include "data/tokenizer.h"
 #include "flags.h"
 #include "kernels/attention_cached.cuh"
-#include "model.cuh"
+#include "passes.cuh"
 #include "zero/init.h"
 
 enum { DECODER_ROWS = 256 };
@@ -104,14 +104,14 @@ static void decoder_step(Decoder* d, int N, const int* wanted, int num_wanted)
         {m->tokens, d->h_tokens}, {d->slots, d->h_slots}, {d->positions, d->h_positions}};
     for (const auto& copy : copies)
         CUDA_CHECK(cudaMemcpyAsync(copy.device, copy.host, N * sizeof(int), cudaMemcpyHostToDevice, stream));
-    zero_params_begin(m->zero, embed, 1);
+    zero_params_begin(m->zero, embed);
     embedding_at_forward(d->residual, m->tokens, d->positions, model_param(m, embed, WTE), model_param(m, embed, WPE),
                          N, c->C, stream);
     for (int layer = 0; layer < c->L; layer++) {
-        zero_params_begin(m->zero, unit_block(c, layer), 1);
+        zero_params_begin(m->zero, unit_block(c, layer));
         decoder_block(d, layer, N);
     }
-    zero_params_begin(m->zero, head, 0);
+    zero_params_begin(m->zero, head);
     norm_forward(m, head, NORM_F_WEIGHT, d->residual, m->norm_f, d->mean, d->rstd, 0, d->residual, m->branch, N);
     for (int i = 0, run; i < num_wanted; i += run) {                 // rows that follow each other go together
         for (run = 1; i + run < num_wanted && wanted[i + run] == wanted[i] + run; ) run++;

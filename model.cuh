@@ -410,15 +410,37 @@ static const Tensor* unit_tensor(const Shard* s, int unit, int row)
 }
 
 // ----------------------------------------------------------------------------------------------------------- Model
+/* How much of what a forward leaves is kept for the backward; the rest is made again by the same kernels from the same
+ * numbers, so that the gradients have the same bits. The topmost blocks, whose buffers still hold the forward, are not
+ * made again. Chen et al. 2016, arXiv:1604.06174. */
+enum class Recompute {
+    NONE,
+    CHEAP,        // the outputs of the norms, and of SwiGLU, are made again: no matrix product (GELU is part of one)
+    MLP,          // and the first product of the MLP
+    ATTENTION,    // and q, k, v and the attention: kept are the two places of the residual stream
+    BLOCKS,       // all but the input of every segment_layers-th block; that many blocks are made again at a time
+};
+
+/* Where block `layer` keeps its activations. Statistics of the norms are kept by layer, first_row into (L,N). */
+typedef struct Block {
+    floatX *residual, *norm_1, *qkv, *att, *residual_2, *norm_2, *fc, *fc_act;
+    float* att_lse;
+    size_t first_row;
+} Block;
+
 typedef struct Model {
     Config config;
     Shard shard;
     Zero* zero;
     bool* resident;           // (num_units): the embeddings and the head
+    Recompute recompute;
+    int segment_layers;       // BLOCKS
+    int* visits;              // (num_visits) units in the order of their use in a micro-step
+    int num_visits;
     int B, T;                 // largest micro-batch; a call may use less
     int head_rows;            // rows of logits that exist at a time
     float* rope;              // (T,HS)    cosines and sines of every position; LLaMA
-    // activations, one of each per layer; means are GPT-2's alone
+    // activations, one of each per layer that keeps it (kept_layers); means are GPT-2's alone
     floatX *residual;         // (L,N,C)   block input, after the sum
     floatX *norm_1;           // (L,N,C)
     float  *norm_1_mean, *norm_1_rstd;   // (L,N)
@@ -453,7 +475,39 @@ static bool is_llama(const Model* m) { return m->config.family == Family::LLAMA;
 static Layout linear_layout(const Model* m) { return is_llama(m) ? Layout::OUT_IN : Layout::IN_OUT; }
 static int fc_width(const Config* c) { return c->family == Family::LLAMA ? 2 * c->F : c->F; }
 
-/* Adds parameters' and activations' rows to the plan. Without `training` only what a forward needs. */
+/* How many layers keep what is made again from `level` on. */
+static size_t kept_layers(const Model* m, Recompute level)
+{
+    if (m->recompute == Recompute::BLOCKS) return m->segment_layers;
+    return m->recompute >= level ? 1 : m->config.L;
+}
+
+static size_t num_segments(const Model* m) { return ceil_div(m->config.L, m->segment_layers); }
+
+static Block model_block(const Model* m, int layer)
+{
+    const Config* c = &m->config;
+    size_t N = (size_t)m->B * m->T, NC = N * c->C, segment = m->segment_layers;
+    size_t cheap = layer % kept_layers(m, Recompute::CHEAP), mlp = layer % kept_layers(m, Recompute::MLP);
+    size_t attention = layer % kept_layers(m, Recompute::ATTENTION), stream = layer % kept_layers(m, Recompute::BLOCKS);
+    size_t input = layer;
+    if (m->recompute == Recompute::BLOCKS)   // inputs of the segments, then those inside a segment
+        input = layer % segment == 0 ? layer / segment : num_segments(m) + layer % segment - 1;
+    Block a;
+    a.residual = m->residual + input * NC;
+    a.norm_1 = m->norm_1 + cheap * NC;
+    a.qkv = m->qkv + attention * N * config_dim(c, Dim::QKV);
+    a.att = m->att + attention * N * config_dim(c, Dim::Q);
+    a.att_lse = m->att_lse + attention * N * c->NH;
+    a.residual_2 = m->residual_2 + stream * NC;
+    a.norm_2 = m->norm_2 + cheap * NC;
+    a.fc = m->fc + mlp * N * fc_width(c);
+    a.fc_act = m->fc_act + (is_llama(m) ? cheap : mlp) * N * c->F;
+    a.first_row = layer * N;
+    return a;
+}
+
+/* Adds activations' rows to the plan. Without `training` only what a forward needs. */
 static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
 {
     const Config* c = &m->config;
@@ -465,13 +519,18 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     m->head_rows = (int)(head_rows < N ? head_rows : N);
     const char* label = "activations";
     const Place D = Place::DEVICE;
-    for (floatX** p : {&m->residual, &m->norm_1, &m->residual_2, &m->norm_2}) plan_add(plan, label, D, p, LN * C);
+    size_t cheap = N * kept_layers(m, Recompute::CHEAP), mlp = N * kept_layers(m, Recompute::MLP);
+    size_t attention = N * kept_layers(m, Recompute::ATTENTION), inputs = LN;
+    if (m->recompute == Recompute::BLOCKS) inputs = N * (num_segments(m) + m->segment_layers - 1);
+    plan_add(plan, label, D, &m->residual, inputs * C);
+    plan_add(plan, label, D, &m->residual_2, N * kept_layers(m, Recompute::BLOCKS) * C);
+    for (floatX** p : {&m->norm_1, &m->norm_2}) plan_add(plan, label, D, p, cheap * C);
     for (float** p : {&m->norm_1_rstd, &m->norm_2_rstd}) plan_add(plan, label, D, p, LN);
-    plan_add(plan, label, D, &m->qkv, LN * QKV);
-    plan_add(plan, label, D, &m->att, LN * Q);
-    plan_add(plan, label, D, &m->att_lse, LN * c->NH);
-    plan_add(plan, label, D, &m->fc, LN * FC);
-    plan_add(plan, label, D, &m->fc_act, LN * F);
+    plan_add(plan, label, D, &m->qkv, attention * QKV);
+    plan_add(plan, label, D, &m->att, attention * Q);
+    plan_add(plan, label, D, &m->att_lse, attention * c->NH);
+    plan_add(plan, label, D, &m->fc, mlp * FC);
+    plan_add(plan, label, D, &m->fc_act, (is_llama(m) ? cheap : mlp) * F);
     for (floatX** p : {&m->branch, &m->residual_f, &m->norm_f}) plan_add(plan, label, D, p, N * C);
     for (float** p : {&m->norm_f_rstd, &m->losses}) plan_add(plan, label, D, p, N);
     if (is_llama(m)) {
@@ -529,12 +588,6 @@ static float* model_grad(const Model* m, int unit, int row)
     return t == nullptr ? nullptr : m->zero->unit_grads[unit] + (t->first - m->shard.units[unit].range.first);
 }
 
-static const floatX* head_weight(const Model* m)
-{
-    return m->config.tied ? model_param(m, unit_embed(&m->config), WTE)
-                          : model_param(m, unit_head(&m->config), LM_HEAD);
-}
-
 // --------------------------------------------------------------------------------------------------------- forward
 /* The norm whose weight is `row`: residual (N,C) = a + b, out = norm(residual). b null: residual is a, and is not
  * written. means and rstds are written from `first` on; RMSNorm has no means. */
@@ -558,82 +611,63 @@ static void linear_forward(const Model* m, int unit, int row, floatX* out, const
                    m->zero->compute);
 }
 
-/* Block `layer` on B*T rows. The residual stream arrives as residual_in (N,C) plus, except for the first block, the
- * branch of the block below. Leaves residual_2 and a new branch. */
-static void block_forward(Model* m, int layer, int B, int T)
+static void attention_part(const Model* m, int unit, const Block* a, int B, int T)
 {
     const Config* c = &m->config;
     cudaStream_t stream = m->zero->compute;
-    int N = B * T, C = c->C, F = c->F, FC = fc_width(c), unit = unit_block(c, layer);
-    int Q = (int)config_dim(c, Dim::Q), QKV = (int)config_dim(c, Dim::QKV);
-    size_t row = (size_t)layer * m->B * m->T;     // first row of this layer in the (L,N,...) buffers
-    floatX *residual = m->residual + row * C, *qkv = m->qkv + row * QKV;
-    const floatX* below = layer == 0 ? residual : m->residual_2 + (row - (size_t)m->B * m->T) * C;
-    norm_forward(m, unit, NORM_1_WEIGHT, residual, m->norm_1 + row * C, m->norm_1_mean, m->norm_1_rstd, row, below,
-                 layer == 0 ? nullptr : m->branch, N);
-    linear_forward(m, unit, QKV_WEIGHT, qkv, m->norm_1 + row * C, N, C, QKV);
-    if (is_llama(m)) rope_forward(qkv, m->rope, nullptr, N, T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
-    attention_forward(m->att + row * Q, m->att_lse + row * c->NH, m->scratch, qkv, B, T, c->NH, c->NKV, c->HS,
-                      1.0f / sqrtf((float)c->HS), stream);
-    linear_forward(m, unit, PROJ_WEIGHT, m->branch, m->att + row * Q, N, Q, C);
-    norm_forward(m, unit, NORM_2_WEIGHT, m->residual_2 + row * C, m->norm_2 + row * C, m->norm_2_mean,
-                 m->norm_2_rstd, row, residual, m->branch, N);
+    int N = B * T, QKV = (int)config_dim(c, Dim::QKV);
+    linear_forward(m, unit, QKV_WEIGHT, a->qkv, a->norm_1, N, c->C, QKV);
+    if (is_llama(m)) rope_forward(a->qkv, m->rope, nullptr, N, T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
+    attention_forward(a->att, a->att_lse, m->scratch, a->qkv, B, T, c->NH, c->NKV, c->HS, 1.0f / sqrtf((float)c->HS),
+                      stream);
+}
+
+/* norm_2 -> fc, fc_act. GELU is part of the product. */
+static void mlp_part(const Model* m, int unit, const Block* a, int N)
+{
+    const Config* c = &m->config;
     if (is_llama(m)) {
-        linear_forward(m, unit, FC_WEIGHT, m->fc + row * FC, m->norm_2 + row * C, N, C, FC);
-        swiglu_forward(m->fc_act + row * F, m->fc + row * FC, N, F, stream);
+        linear_forward(m, unit, FC_WEIGHT, a->fc, a->norm_2, N, c->C, fc_width(c));
+        swiglu_forward(a->fc_act, a->fc, N, c->F, m->zero->compute);
     } else {
-        matmul_forward_gelu(m->fc_act + row * F, m->fc + row * F, m->norm_2 + row * C, model_param(m, unit, FC_WEIGHT),
-                            model_param(m, unit, FC_BIAS), N, C, F, linear_layout(m), c->gelu, stream);
+        matmul_forward_gelu(a->fc_act, a->fc, a->norm_2, model_param(m, unit, FC_WEIGHT), model_param(m, unit, FC_BIAS),
+                            N, c->C, c->F, linear_layout(m), c->gelu, m->zero->compute);
     }
-    linear_forward(m, unit, FCPROJ_WEIGHT, m->branch, m->fc_act + row * F, N, F, C);
 }
 
-/* m->tokens (B,T) -> m->norm_f (B*T,C): all but the head. */
-static void model_forward(Model* m, int B, int T)
+/* Block `layer` on B*T rows. The residual stream arrives in the residual of this block if it is there (the first block,
+ * or one that is made again), else as residual_2 of the block below plus the branch. Leaves residual_2 and a new
+ * branch. */
+static void block_forward(Model* m, int layer, int B, int T, bool input_is_there)
 {
     const Config* c = &m->config;
-    int embed = unit_embed(c);
-    zero_params_begin(m->zero, embed, 1);
-    embedding_forward(m->residual, m->tokens, model_param(m, embed, WTE), model_param(m, embed, WPE), B, T, c->C,
-                      m->zero->compute);
-    for (int layer = 0; layer < c->L; layer++) {
-        zero_params_begin(m->zero, unit_block(c, layer), 1);
-        block_forward(m, layer, B, T);
-    }
-    zero_params_begin(m->zero, unit_head(c), 0);
-    const floatX* last = m->residual_2 + (size_t)(c->L - 1) * m->B * m->T * c->C;
-    norm_forward(m, unit_head(c), NORM_F_WEIGHT, m->residual_f, m->norm_f, m->norm_f_mean, m->norm_f_rstd, 0, last,
-                 m->branch, B * T);
+    int N = B * T, F = c->F, unit = unit_block(c, layer);
+    Block a = model_block(m, layer);
+    const floatX* below = input_is_there ? a.residual : model_block(m, layer - 1).residual_2;
+    norm_forward(m, unit, NORM_1_WEIGHT, a.residual, a.norm_1, m->norm_1_mean, m->norm_1_rstd, a.first_row, below,
+                 input_is_there ? nullptr : m->branch, N);
+    attention_part(m, unit, &a, B, T);
+    linear_forward(m, unit, PROJ_WEIGHT, m->branch, a.att, N, (int)config_dim(c, Dim::Q), c->C);
+    norm_forward(m, unit, NORM_2_WEIGHT, a.residual_2, a.norm_2, m->norm_2_mean, m->norm_2_rstd, a.first_row,
+                 a.residual, m->branch, N);
+    mlp_part(m, unit, &a, N);
+    linear_forward(m, unit, FCPROJ_WEIGHT, m->branch, a.fc_act, N, F, c->C);
 }
 
-/* Logits of `rows` rows of norm_f from row `first` on -> m->logits (rows,VP). */
-static void head_forward(Model* m, int first, int rows)
+/* Makes again what the backward of block `layer` needs and was not kept, segments aside. */
+static void block_restore(Model* m, int layer, int B, int T)
 {
     const Config* c = &m->config;
-    matmul_forward(m->logits, m->norm_f + (size_t)first * c->C, head_weight(m), nullptr, rows, c->C, c->VP,
-                   Layout::OUT_IN, m->zero->compute);
-}
-
-/* The head on chunks of rows, so that the logits of a batch never exist at once. losses (N); with `backward` also dnorm
- * = gradient of norm_f, and the head's weight gradient. dloss is the weight of one token in the step's loss,
- * which the loss scale on the device multiplies. */
-static void head_loss(Model* m, int N, float dloss, bool backward)
-{
-    const Config* c = &m->config;
-    cudaStream_t stream = m->zero->compute;
-    for (int first = 0; first < N; first += m->head_rows) {
-        int rows = N - first < m->head_rows ? N - first : m->head_rows;
-        head_forward(m, first, rows);
-        const double* loss_scale = &m->zero->state->loss_scale;
-        classifier(m->logits, m->losses + first, m->targets + first, rows, c->V, c->VP, dloss, loss_scale, backward,
-                   stream);
-        if (!backward) continue;
-        float* dweight = c->tied ? model_grad(m, unit_embed(c), WTE) : model_grad(m, unit_head(c), LM_HEAD);
-        matmul_backward_input(m->dnorm + (size_t)first * c->C, m->logits, head_weight(m), rows, c->C, c->VP,
-                              Layout::OUT_IN, false, stream);
-        matmul_backward_weight(dweight, nullptr, m->scratch, m->logits, m->norm_f + (size_t)first * c->C, rows, c->C,
-                               c->VP, Layout::OUT_IN, stream);
-    }
+    int N = B * T, unit = unit_block(c, layer);
+    if (m->recompute == Recompute::NONE || m->recompute == Recompute::BLOCKS || layer == c->L - 1) return;
+    Block a = model_block(m, layer);
+    norm_forward(m, unit, NORM_1_WEIGHT, nullptr, a.norm_1, m->norm_1_mean, m->norm_1_rstd, a.first_row, a.residual,
+                 nullptr, N);
+    if (m->recompute >= Recompute::ATTENTION) attention_part(m, unit, &a, B, T);
+    norm_forward(m, unit, NORM_2_WEIGHT, nullptr, a.norm_2, m->norm_2_mean, m->norm_2_rstd, a.first_row, a.residual_2,
+                 nullptr, N);
+    if (m->recompute >= Recompute::MLP) mlp_part(m, unit, &a, N);
+    else if (is_llama(m)) swiglu_forward(a.fc_act, a.fc, N, c->F, m->zero->compute);
 }
 
 // -------------------------------------------------------------------------------------------------------- backward
@@ -670,57 +704,24 @@ static void block_backward(Model* m, int layer, int B, int T)
     cudaStream_t stream = m->zero->compute;
     int N = B * T, C = c->C, F = c->F, FC = fc_width(c), unit = unit_block(c, layer);
     int Q = (int)config_dim(c, Dim::Q), QKV = (int)config_dim(c, Dim::QKV);
-    size_t row = (size_t)layer * m->B * m->T;
+    Block a = model_block(m, layer);
     // MLP
     if (is_llama(m)) {
-        linear_backward(m, unit, FCPROJ_WEIGHT, m->dfc_act, m->dresidual, m->fc_act + row * F, N, F, C);
-        swiglu_backward(m->dfc, m->dfc_act, m->fc + row * FC, N, F, stream);
+        linear_backward(m, unit, FCPROJ_WEIGHT, m->dfc_act, m->dresidual, a.fc_act, N, F, C);
+        swiglu_backward(m->dfc, m->dfc_act, a.fc, N, F, stream);
     } else {
         matmul_backward_weight(model_grad(m, unit, FCPROJ_WEIGHT), model_grad(m, unit, FCPROJ_BIAS), m->scratch,
-                               m->dresidual, m->fc_act + row * F, N, F, C, linear_layout(m), stream);
-        matmul_backward_input_gelu(m->dfc, m->dresidual, model_param(m, unit, FCPROJ_WEIGHT), m->fc + row * F, N, F, C,
+                               m->dresidual, a.fc_act, N, F, C, linear_layout(m), stream);
+        matmul_backward_input_gelu(m->dfc, m->dresidual, model_param(m, unit, FCPROJ_WEIGHT), a.fc, N, F, C,
                                    linear_layout(m), c->gelu, stream);
     }
-    linear_backward(m, unit, FC_WEIGHT, m->dnorm, m->dfc, m->norm_2 + row * C, N, C, FC);
-    norm_backward(m, unit, NORM_2_WEIGHT, m->residual_2 + row * C, m->norm_2_mean, m->norm_2_rstd, row, N);
+    linear_backward(m, unit, FC_WEIGHT, m->dnorm, m->dfc, a.norm_2, N, C, FC);
+    norm_backward(m, unit, NORM_2_WEIGHT, a.residual_2, m->norm_2_mean, m->norm_2_rstd, a.first_row, N);
     // attention
-    linear_backward(m, unit, PROJ_WEIGHT, m->dnorm, m->dresidual, m->att + row * Q, N, Q, C);
-    attention_backward(m->dqkv, m->scratch, m->dnorm, m->att + row * Q, m->att_lse + row * c->NH, m->qkv + row * QKV,
-                       B, T, c->NH, c->NKV, c->HS, 1.0f / sqrtf((float)c->HS), stream);
+    linear_backward(m, unit, PROJ_WEIGHT, m->dnorm, m->dresidual, a.att, N, Q, C);
+    attention_backward(m->dqkv, m->scratch, m->dnorm, a.att, a.att_lse, a.qkv, B, T, c->NH, c->NKV, c->HS,
+                       1.0f / sqrtf((float)c->HS), stream);
     if (is_llama(m)) rope_backward(m->dqkv, m->rope, nullptr, N, T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
-    linear_backward(m, unit, QKV_WEIGHT, m->dnorm, m->dqkv, m->norm_1 + row * C, N, C, QKV);
-    norm_backward(m, unit, NORM_1_WEIGHT, m->residual + row * C, m->norm_1_mean, m->norm_1_rstd, row, N);
-}
-
-/* One micro-step: m->tokens, m->targets (B,T) -> gradients added, step sums added. Sends what the stage sends. */
-static void model_train_micro(Model* m, int B, int T, float dloss, int micro, int num_micro)
-{
-    const Config* c = &m->config;
-    Zero* z = m->zero;
-    cudaStream_t stream = z->compute;
-    int N = B * T, embed = unit_embed(c), head = unit_head(c);
-    model_forward(m, B, T);
-    head_loss(m, N, dloss, true);
-    loss_accumulate(z->step_sums + NUM_TOKS, m->losses, m->targets, N, stream);
-    CUDA_CHECK(cudaMemsetAsync(m->dresidual, 0, (size_t)N * c->C * sizeof(floatX), stream));
-    norm_backward(m, head, NORM_F_WEIGHT, m->residual_f, m->norm_f_mean, m->norm_f_rstd, 0, N);
-    zero_gradient_end(z, head, micro, num_micro);
-    for (int layer = c->L - 1; layer >= 0; layer--) {
-        int unit = unit_block(c, layer);
-        zero_params_begin(z, unit, -1);
-        zero_gradient_begin(z, unit);
-        block_backward(m, layer, B, T);
-        zero_gradient_end(z, unit, micro, num_micro);
-    }
-    embedding_backward(model_grad(m, embed, WTE), model_grad(m, embed, WPE), m->dresidual, m->tokens, B, T, c->C,
-                       stream);
-    zero_gradient_end(z, embed, micro, num_micro);
-}
-
-/* Adds the losses of m->tokens, m->targets (B,T) to sums[0] (count) and sums[1] (loss), on the device. */
-static void model_eval_micro(Model* m, double* sums, int B, int T)
-{
-    model_forward(m, B, T);
-    head_loss(m, B * T, 0, false);
-    loss_accumulate(sums, m->losses, m->targets, (size_t)B * T, m->zero->compute);
+    linear_backward(m, unit, QKV_WEIGHT, m->dnorm, m->dqkv, a.norm_1, N, C, QKV);
+    norm_backward(m, unit, NORM_1_WEIGHT, a.residual, m->norm_1_mean, m->norm_1_rstd, a.first_row, N);
 }

@@ -279,7 +279,7 @@ def train(program, layout, checked, seed):
 def try_program(builder, mutation, wanted):
     for checked in (True, False):
         output = WORK / f"train_gpt_{'check' if checked else 'emu'}"
-        error = builder.build("train_gpt.cu", output, ["-DPREC_FP32", "-DPREC_MAIN"], checked)
+        error = builder.build("train_gpt.cu", output, ["-DPREC_FP32", "-DPREC_MAIN", "-DHAVE_FP32"], checked)
         if error:
             return f"does not compile: {error.splitlines()[0]}"
         for layout in LAYOUTS:
@@ -298,7 +298,7 @@ def unmutated(builder):
     wanted = {}
     for checked in (True, False):
         output = WORK / f"train_gpt_{'check' if checked else 'emu'}"
-        error = builder.build("train_gpt.cu", output, ["-DPREC_FP32", "-DPREC_MAIN"], checked)
+        error = builder.build("train_gpt.cu", output, ["-DPREC_FP32", "-DPREC_MAIN", "-DHAVE_FP32"], checked)
         assert error is None, error
         for layout in LAYOUTS:
             code, text, steps = train(output, layout, checked, 0 if checked else 1)

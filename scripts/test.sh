@@ -2,7 +2,7 @@
 # Builds and runs every test; the last line is the sum of all: "N passed, N failed, N skipped".
 #   scripts/test.sh [--full] [DEVICE ...]   DEVICE: cpu, emu, check, cuda; default all, cuda where nvcc is
 # check is the checked variant of emu: every memory access of kernels and host code is looked at.
-# Without a GPU the cuda build is compiled and linked, not run. --full adds the long tests.
+# Without a GPU the cuda build is compiled and linked (and must not spill), not run. --full adds the long tests.
 # Each test's own output is kept in build/logs/ and shown when it fails.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -109,11 +109,14 @@ for device in "${devices[@]}"; do
         run check-build make DEVICE=emu CHECK=1 all tests && run_checked
         continue
     fi
-    run "$device-build" make DEVICE="$device" all tests || continue
-    if [ "$device" = cuda ] && ! have_gpu; then
-        skip cuda-run "compiled and linked; no GPU here to run it on"
-        continue
+    if [ "$device" = cuda ]; then
+        run cuda-spills make spills                    # compiles and links it for sm_80, sm_90 and sm_100
+        if ! have_gpu; then
+            skip cuda-run "compiled and linked; no GPU here to run it on"
+            continue
+        fi
     fi
+    run "$device-build" make DEVICE="$device" all tests || continue
     run_programs "$device"
     [ "$device" = emu ] && run_seeds
     export "TRAIN_GPT_${device^^}=build/$device/train_gpt"

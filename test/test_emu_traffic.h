@@ -111,6 +111,37 @@ static void traffic_layernorm(TrafficRun* run)
     }
 }
 
+static void traffic_llama(TrafficRun* run)
+{
+    const int N = 16384, C = 256, F = 2 * TRAFFIC_C, T = 8, HEADS = 8, ROTATED = 6, HS = 64;
+    const size_t NC = (size_t)N * C, NF = TRAFFIC_N * F, qkv_elems = TRAFFIC_N * HEADS * HS;
+    for (int which = 0; which < 3; which++) {
+        floatX *a = traffic_tensor<floatX>(run, NC), *b = traffic_tensor<floatX>(run, NC);
+        floatX *c = traffic_tensor<floatX>(run, NC), *d = traffic_tensor<floatX>(run, NC);
+        floatX* weight = traffic_tensor<floatX>(run, C, Reuse::SMALL);
+        float *rstd = traffic_tensor<float>(run, N), *dweight = traffic_tensor<float>(run, C, Reuse::SMALL);
+        float* scratch = traffic_tensor<float>(run, rmsnorm_scratch_elems(C), Reuse::SMALL);
+        if (which == 0)
+            TRAFFIC(run, "rmsnorm_forward", 2 * NC * TRAFFIC_S,
+                    rmsnorm_forward(a, rstd, b, weight, N, C, 1e-5f, nullptr));
+        if (which == 1)
+            TRAFFIC(run, "residual_rmsnorm", 4 * NC * TRAFFIC_S,
+                    residual_rmsnorm_forward(a, b, rstd, c, d, weight, N, C, 1e-5f, nullptr));
+        if (which == 2)
+            TRAFFIC(run, "rmsnorm_backward", 4 * NC * TRAFFIC_S,
+                    rmsnorm_backward(a, dweight, scratch, b, c, weight, rstd, N, C, nullptr));
+    }
+    floatX *out = traffic_tensor<floatX>(run, NF), *inp = traffic_tensor<floatX>(run, 2 * NF);
+    TRAFFIC(run, "swiglu_forward", 3 * NF * TRAFFIC_S, swiglu_forward(out, inp, TRAFFIC_N, F, nullptr));
+    floatX *dout = traffic_tensor<floatX>(run, NF), *dinp = traffic_tensor<floatX>(run, 2 * NF);
+    inp = traffic_tensor<floatX>(run, 2 * NF);
+    TRAFFIC(run, "swiglu_backward", 5 * NF * TRAFFIC_S, swiglu_backward(dinp, dout, inp, TRAFFIC_N, F, nullptr));
+    floatX* qkv = traffic_tensor<floatX>(run, qkv_elems);
+    float* table = traffic_tensor<float>(run, T * HS, Reuse::SMALL);
+    TRAFFIC(run, "rope_forward", 2 * TRAFFIC_N * ROTATED * HS * TRAFFIC_S,
+            rope_forward(qkv, table, nullptr, TRAFFIC_N, T, ROTATED, HEADS, HS, nullptr));
+}
+
 static void traffic_elementwise(TrafficRun* run)
 {
     floatX *out = traffic_tensor<floatX>(run, TRAFFIC_NC), *inp = traffic_tensor<floatX>(run, TRAFFIC_NC);
@@ -145,7 +176,7 @@ static void traffic_classifier(TrafficRun* run)
         int* targets = traffic_tensor<int>(run, rows);
         TRAFFIC(run, backward ? "classifier, gradient" : "classifier, loss",
                 (backward ? 2 : 1) * (size_t)rows * VP * TRAFFIC_S,
-                classifier(logits, losses, targets, rows, V, VP, 1.0f, backward, nullptr));
+                classifier(logits, losses, targets, rows, V, VP, 1.0f, nullptr, backward, nullptr));
     }
 }
 
@@ -185,6 +216,7 @@ static int traffic_main()
     TrafficRun run = {};
     traffic_embedding(&run);
     traffic_layernorm(&run);
+    traffic_llama(&run);
     traffic_elementwise(&run);
     traffic_classifier(&run);
     traffic_adamw(&run);

@@ -265,3 +265,42 @@ def test_stops_at_nonfinite(tmp_path, flags, words):
     run = train_gpt(*start(tmp_path), *batch(2), "-p", "fp16", "-z", 3, *flags, ranks=2, ok=False, **HALF,
                     out=tmp_path / "run")
     assert words in run.complaint[0] and "transformer.wte.weight" in run.complaint[0], run.err
+
+
+# ---- recomputation -----------------------------------------------------------------------------------------------
+LEVELS = ["cheap", "mlp", "attention", "block", "2", "3", "5"]
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": 24,
+         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
+         "intermediate_size": 40, "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+         "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_recompute(tmp_path, config, stage):
+    """Every level gives the bits of none, and the memory falls from level to level."""
+    args = [*start(tmp_path, config, 5), *batch(2), "-z", stage]
+    reference = train_gpt(*args, ranks=2, out=tmp_path / "none")
+    planned = [activations(reference)]
+    for level in LEVELS:
+        run = train_gpt(*args, "-r", level, ranks=2, out=tmp_path / level)
+        assert_bits(run, reference)
+        planned.append(activations(run))
+    assert planned[:5] == sorted(planned[:5], reverse=True)
+
+
+def activations(run):
+    return float(re.search(r"  activations +([\d.]+) MiB", run.out)[1])
+
+
+@pytest.mark.parametrize("precision,level", [("fp32", "attention"), ("bf16", "cheap"), ("bf16", "block"), ("fp16", "2")])
+def test_recompute_on_a_device(tmp_path, precision, level):
+    args = [*start(tmp_path, LLAMA, 3), *batch(2), "-p", precision, "-z", 3]
+    reference = train_gpt(*args, ranks=2, **HALF, out=tmp_path / "none")
+    assert_bits(train_gpt(*args, "-r", level, ranks=2, **HALF, out=tmp_path / "run", EMU_SEED="3"), reference)
+
+
+def test_llama_at_stage_3(tmp_path, device):
+    one = train_gpt(*start(tmp_path, LLAMA, 8), "-b", 3, "-g", 3, device=device, out=tmp_path / "one")
+    three = train_gpt(*start(tmp_path, LLAMA, 8), *batch(3), "-z", 3, ranks=3, device=device, out=tmp_path / "three")
+    assert_close(three, one)

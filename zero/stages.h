@@ -33,6 +33,8 @@ typedef struct ZeroConfig {
     bool training;              // else no gradients and moments
     bool overlap;
     size_t persist_below;       // stage 3: smaller units keep their parameters whole
+    const int* visits;          // (num_visits) the units of a micro-step in the order in which the model uses them
+    int num_visits;
     size_t reduce_bucket, gather_bucket;   // elements sent together, in whole units
 } ZeroConfig;
 
@@ -50,6 +52,8 @@ typedef struct Zero {
     floatX** unit_params;       // (num_units) where unit u's whole parameters are, or will be when it is gathered
     floatX** own_params;        // (num_units) where what this rank updates of unit u is
     int held[RING_SIZE];        // stage 3: the bucket whose parameters the ring buffer holds; -1: out of date
+    const int* visits;          // (num_visits) the units of a micro-step in the order in which the model uses them
+    int num_visits, visit;      // the next one
     // gradients
     float* grads;               // (P) stages 0-1
     float** unit_grads;         // (num_units) where unit u's whole gradient is while its backward runs
@@ -154,6 +158,8 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     z->training = config->training;
     z->overlap = config->overlap;
     z->num_micro_steps = config->num_micro_steps;
+    z->visits = config->visits;
+    z->num_visits = config->num_visits;
     bool *kept = (bool*)malloc_checked(2 * shard->num_units * sizeof(bool)), *kept_grads = kept + shard->num_units;
     for (int u = 0; u < shard->num_units; u++) {
         kept_grads[u] = z->stage < 2 || config->resident[u];
@@ -268,15 +274,30 @@ static void ring_gather(Zero* z, int b)
     bucket_gather(z, b);
 }
 
-/* Before the compute stream uses the parameters of unit u: they are whole. The bucket that lies next in `direction`
- * (1 in a forward, -1 in a backward, 0: none) starts to be gathered. */
-static void zero_params_begin(Zero* z, int u, int direction)
+/* The bucket that is used after that of `visit`, if it goes through the other ring buffer; else -1. */
+static int next_ring_bucket(const Zero* z, int visit)
+{
+    const Buckets* buckets = &z->param_buckets;
+    int b = buckets->of_unit[z->visits[visit]];
+    for (int i = visit + 1; i < z->num_visits; i++) {
+        int next = buckets->of_unit[z->visits[i]];
+        if (next != b) return buckets->slot[next] != buckets->slot[b] ? next : -1;
+    }
+    return -1;
+}
+
+/* Before the compute stream uses the parameters of unit u, the next of the visits: they are whole. What comes after
+ * them starts to be gathered. A forward alone leaves out the rest; each micro-step starts with the first visit. */
+static void zero_params_begin(Zero* z, int u)
 {
     const Buckets* buckets = &z->param_buckets;
     int b = buckets->of_unit[u];
+    if (u == z->visits[0]) z->visit = 0;
+    assert(z->visits[z->visit] == u);
     if (bucket_in_ring(buckets, b)) ring_gather(z, b);
     CUDA_CHECK(cudaStreamWaitEvent(z->compute, z->params_ready[b], 0));   // the bucket has arrived
-    if (direction != 0 && bucket_in_ring(buckets, b + direction)) ring_gather(z, b + direction);
+    int next = next_ring_bucket(z, z->visit++);
+    if (bucket_in_ring(buckets, next)) ring_gather(z, next);
 }
 
 /* The slices have changed: whoever keeps whole units gets them anew, the ring is out of date. */
@@ -354,19 +375,21 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
 }
 
 // -------------------------------------------------------------------------------------------------------- the step
+/* What this rank owns of unit u, in one launch. Padding between tensors goes along: its gradient is 0, so it stays 0. */
 static void unit_update(Zero* z, int u, AdamwConfig adamw)
 {
     Range owned = zero_owned(z, u);
+    size_t at = zero_state_first(z, u);
     const Unit* unit = &z->shard->units[u];
+    AdamwRuns runs = {};
     for (int t = unit->first_tensor; t < unit->first_tensor + unit->num_tensors; t++) {
         Range part = tensor_part(&z->shard->tensors[t], owned);
-        if (part.count == 0) continue;
-        size_t at = zero_state_first(z, u) + (part.first - owned.first);
         float weight_decay = z->shard->tensors[t].decay ? adamw.weight_decay : 0.0f;
-        adamw_update(zero_own_param(z, u, part.first), z->master ? z->master + at : nullptr, z->moment1 + at,
-                     z->moment2 + at, zero_reduced_grad(z, u, part.first), part.count, weight_decay, adamw.beta1,
-                     adamw.beta2, adamw.eps, z->state, z->compute);
+        if (part.count > 0) adamw_runs_extend(&runs, part.first + part.count - owned.first, weight_decay);
     }
+    adamw_update_runs(zero_own_param(z, u, owned.first), z->master ? z->master + at : nullptr, z->moment1 + at,
+                      z->moment2 + at, zero_reduced_grad(z, u, owned.first), &runs, adamw.beta1, adamw.beta2, adamw.eps,
+                      z->state, z->compute);
 }
 
 /* The boundary: norm, clip, optimizer on what this rank owns, parameters gathered. Order of SEMANTICS: reduce, overflow
@@ -416,15 +439,15 @@ static int zero_first_nonfinite(Zero* z)
 /* Bytes this rank sends in one step, by the same arithmetic as the collectives. */
 typedef struct WireBytes { size_t gradients, parameters, sums; } WireBytes;
 
-/* Elements that the ring gathers in one step: up through the buckets, down again; what is still held is free. */
+/* Elements that the ring gathers in one step: zero_params_begin without doing it. */
 static size_t ring_gathered_elems(const Zero* z)
 {
     const Buckets* buckets = &z->param_buckets;
-    int held[RING_SIZE] = {-1, -1}, num_passes = 2 * z->num_micro_steps;
+    int held[RING_SIZE] = {-1, -1};
     size_t elems = 0;
-    for (int pass = 0; pass < num_passes; pass++) {
-        for (int i = 0; i < buckets->num_buckets; i++) {
-            int b = pass % 2 == 0 ? i : buckets->num_buckets - 1 - i;
+    for (int i = 0; i < z->num_micro_steps * z->num_visits; i++) {
+        int visit = i % z->num_visits;
+        for (int b : {buckets->of_unit[z->visits[visit]], next_ring_bucket(z, visit)}) {
             if (!bucket_in_ring(buckets, b) || held[buckets->slot[b]] == b) continue;
             held[buckets->slot[b]] = b;
             elems += bucket_range(buckets, z->shard, b).count;

@@ -1,0 +1,262 @@
+/* run.cuh: a run: what it holds, and its set-up from flags, files and number of ranks up to the plan of its memory. */
+#pragma once
+#include "flags.h"
+#include "data/run_log.h"
+#include "kernels/device.cuh"
+#include "data/loader.h"
+#include "data/tokenizer.h"
+#include "generate.cuh"
+#include "passes.cuh"
+#include "zero/checkpoint.h"
+
+/* What trains when -m is not given. */
+#ifdef DEVICE_CUDA
+#define DEFAULT_MODEL "gpt2"
+#else
+#define DEFAULT_MODEL "d4"
+#endif
+
+enum { STEPS_IN_FLIGHT = 2 };      // the host enqueues step s + 1 before it reads the result of step s
+
+typedef struct Run {
+    const Flags* flags;
+    Comm comm;
+    Device device;
+    Model model;
+    Decoder decoder;               // of --generate and --prompts
+    Zero zero;
+    Plan plan;
+    StepConfig config;
+    TokenSet train_set, val_set;
+    bool has_val;
+    Loader *train, *val;
+    char tokenizer_path[4096];     // empty: none
+    int B, G, T;
+    size_t global_batch;           // B * G * R sequences
+    size_t num_steps;              // where the run ends
+    size_t step;                   // steps done, skipped ones included
+    RunLog log;
+    int *h_tokens[2], *h_targets[2];   // (B,T) pinned, one read while the other is copied
+    cudaEvent_t batch_copied[2];
+    cudaEvent_t step_begun[STEPS_IN_FLIGHT], step_ended[STEPS_IN_FLIGHT];   // on the compute stream, timed
+    size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
+    bool seen_skip;                // the newest result seen is a skipped step: see each before the next is begun
+    double mean_step_s;
+    bool on_terminal, bar_drawn;
+} Run;
+
+static bool is_fp16(void) { return strcmp(FLOATX_NAME, "fp16") == 0; }
+
+#define SAY(...) do { if (run->comm.rank == 0) { printf(__VA_ARGS__); fflush(stdout); } } while (0)
+
+// ---------------------------------------------------------------------------------------------------------- set-up
+/* Any two of {global batch, B, G} give the third (SEMANTICS: batch arithmetic). */
+static void batch_arithmetic(Run* run, int num_ranks)
+{
+    const Flags* f = run->flags;
+    int64_t B = f->micro_batch, G = f->grad_accum, R = num_ranks;
+    if (f->given[FLAG_batch]) {
+        bool has_B = f->given[FLAG_micro_batch], has_G = f->given[FLAG_grad_accum];
+        if (has_B && !has_G) G = f->batch / (B * R);
+        if (!has_B) B = f->batch / (G * R);
+        ENSURE(
+            B * G * R == f->batch,
+            "--batch %lld is not %lld micro-batch x %lld micro-steps x %lld ranks = %lld sequences: change one of them",
+            (long long)f->batch, (long long)B, (long long)G, (long long)R, (long long)(B * G * R));
+    }
+    run->B = (int)B;
+    run->G = (int)G;
+    run->global_batch = (size_t)(B * G * R);
+}
+
+static bool path_exists(const char* folder, const char* name, char (&path)[4096])
+{
+    snprintf(path, sizeof path, "%s%s%s", folder, name[0] ? "/" : "", name);
+    return access(path, R_OK) == 0;
+}
+
+/* The model is a preset, or a folder with config.json. */
+static void choose_model(Run* run, const char* name, int data_V)
+{
+    Config* c = &run->model.config;
+    char path[4096];
+    if (config_preset(c, name, data_V, (int)run->flags->seq_len)) return;
+    ENSURE(path_exists(name, "config.json", path),
+           "-m %s is neither a preset (" PRESETS ") nor a folder with config.json",
+           name);
+    config_read(c, path);
+}
+
+/* The tokenizer: --tokenizer, else beside the model, else beside the data; may be absent. */
+static void choose_tokenizer(Run* run, const char* model_name)
+{
+    const Flags* f = run->flags;
+    if (f->tokenizer[0]) {
+        ENSURE(path_exists(f->tokenizer, "", run->tokenizer_path), "--tokenizer %s: no such file", f->tokenizer);
+    } else if (!path_exists(model_name, "tokenizer.json", run->tokenizer_path) &&
+               !path_exists(f->data, "tokenizer.json", run->tokenizer_path)) {
+        run->tokenizer_path[0] = 0;
+    }
+}
+
+/* Where `--resume` points: a checkpoint, or the newest complete one of a run folder. Empty if there is none. */
+static void choose_resume(Run* run, char (&path)[4096])
+{
+    const Flags* f = run->flags;
+    path[0] = 0;
+    if (!f->resume[0]) return;
+    bool automatic = strcmp(f->resume, "auto") == 0;
+    if (automatic && !f->out[0]) die_usage("--resume auto looks into the folder of -o: give -o");
+    const char* folder = automatic ? f->out : f->resume;
+    if (!checkpoint_find(folder, path))
+        ENSURE(automatic,
+               "--resume %s: no complete checkpoint there (a folder with state.json, or step_* folders of that kind)",
+               folder);
+}
+
+static bool folder_has_split(const char* folder, const char* split)
+{
+    DIR* dir = opendir(folder);
+    if (dir == nullptr) return false;
+    bool found = false;
+    for (struct dirent* entry; (entry = readdir(dir)) != nullptr;)
+        found = found || token_name_matches(entry->d_name, split);
+    closedir(dir);
+    return found;
+}
+
+static void open_data(Run* run)
+{
+    const Flags* f = run->flags;
+    run->train_set = token_set_open(f->data, "train", f->raw_tokens);
+    if (f->val[0]) {
+        run->val_set = token_set_open(f->val, "val", f->raw_tokens);
+        run->has_val = true;
+    } else if (folder_has_split(f->data, "val")) {
+        run->val_set = token_set_open(f->data, "val", f->raw_tokens);
+        run->has_val = true;
+    }
+}
+
+static void open_loaders(Run* run)
+{
+    const Flags* f = run->flags;
+    LoaderConfig config = {};
+    config.flag = "--data";
+    config.B = run->B;
+    config.T = run->T;
+    config.G = run->G;
+    config.R = run->comm.num_ranks;
+    config.rank = run->comm.rank;
+    config.V = run->model.config.V;
+    config.seed = (unsigned long long)f->seed;
+    config.shuffle = !f->no_shuffle;
+    run->train = loader_open(&config, &run->train_set);
+    if (f->given[FLAG_steps]) {
+        run->num_steps = (size_t)f->steps;
+    } else {
+        size_t windows = run->train->num_windows * (size_t)f->epochs;
+        run->train->config.limit_windows = windows;
+        run->num_steps = ceil_div(windows, run->global_batch);
+    }
+    if (!run->has_val) return;
+    config.flag = "--val";
+    config.G = 1;
+    config.shuffle = false;
+    config.whole_tail = true;
+    run->val = loader_open(&config, &run->val_set);
+    run->val->config.limit_windows = run->val->num_windows;
+}
+
+static StepConfig step_config(const Run* run)
+{
+    const Flags* f = run->flags;
+    StepConfig c = {};
+    c.schedule = schedule_find(f->schedule)->schedule;   // flags.h lets no other name through
+    c.peak_lr = f->lr;
+    c.min_lr = f->min_lr < 0 ? 0.1 * f->lr : f->min_lr;
+    c.total_steps = run->num_steps;
+    c.warmup_steps = f->warmup < 0 ? (run->num_steps / 50 < 700 ? run->num_steps / 50 : 700) : (size_t)f->warmup;
+    c.decay_share = f->decay;
+    c.max_norm = f->clip;
+    c.beta1 = f->beta1;
+    c.beta2 = f->beta2;
+    c.nominal_toks = (double)run->global_batch * run->T;
+    c.dynamic_loss_scale = is_fp16() && f->loss_scale == 0;
+    c.min_loss_scale = f->min_loss_scale;
+    c.loss_scale_window = (int)f->loss_scale_window;
+    c.hysteresis = (int)f->hysteresis;
+    c.consecutive_hysteresis = f->consecutive_hysteresis;
+    return c;
+}
+
+static double first_loss_scale(const Flags* f)
+{
+    return !is_fp16() ? 1 : f->loss_scale > 0 ? f->loss_scale : exp2((double)f->initial_scale_power);
+}
+
+/* Resident memory of this process now, in bytes. */
+static size_t resident_bytes(void)
+{
+    size_t total_pages = 0, resident_pages = 0;
+    FILE* f = fopen("/proc/self/statm", "r");
+    if (f == nullptr) return 0;
+    int got = fscanf(f, "%zu %zu", &total_pages, &resident_pages);
+    fclose(f);
+    return got == 2 ? resident_pages * (size_t)sysconf(_SC_PAGESIZE) : 0;
+}
+
+static size_t wire_bytes_per_step(const Run* run)
+{
+    WireBytes bytes = zero_wire_bytes(&run->zero);
+    return bytes.gradients + bytes.parameters + bytes.sums;
+}
+
+static void recompute_from_flag(Model* m, const char* value)
+{
+    static const struct { const char* name; Recompute level; } levels[] = {
+        {"none", Recompute::NONE}, {"cheap", Recompute::CHEAP}, {"mlp", Recompute::MLP},
+        {"attention", Recompute::ATTENTION}, {"block", Recompute::BLOCKS}};
+    m->segment_layers = 1;
+    for (const auto& l : levels) {
+        if (strcmp(value, l.name) != 0) continue;
+        m->recompute = l.level;
+        return;
+    }
+    char* end;
+    long k = strtol(value, &end, 10);
+    if (*value == 0 || *end != 0 || k < 1)
+        die_usage("-r %s: have none, cheap, mlp, attention, block, or a number K: every K-th block's input is kept",
+                  value);
+    m->recompute = Recompute::BLOCKS;
+    m->segment_layers = k < m->config.L ? (int)k : m->config.L;
+}
+
+/* Plans memory: everything the run will hold. */
+static void plan_run(Run* run, bool training)
+{
+    Model* m = &run->model;
+    model_tensors(&m->shard, &m->config, run->comm.num_ranks);
+    m->resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
+    for (int u = 0; u < m->shard.num_units; u++)
+        m->resident[u] = u == unit_embed(&m->config) || u == unit_head(&m->config);
+    m->zero = &run->zero;
+    recompute_from_flag(m, run->flags->recompute);
+    model_visits(m);
+    const Flags* f = run->flags;
+    ZeroConfig zero = {(int)f->zero, m->resident, run->G, training, f->overlap != 0, (size_t)f->persist_below,
+                       m->visits, m->num_visits, (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
+    zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
+    bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
+    if (decodes) decoder_plan(&run->decoder, m, &run->plan, f->given[FLAG_prompts] ? run->B : 1, run->T);
+    else model_plan(m, &run->plan, run->B, run->T, training);
+    for (int k = 0; k < 2; k++) {
+        plan_add(&run->plan, "batches", Place::HOST, &run->h_tokens[k], (size_t)run->B * run->T);
+        plan_add(&run->plan, "batches", Place::HOST, &run->h_targets[k], (size_t)run->B * run->T);
+    }
+    size_t loader_bytes = 2 * LOADER_SLOTS * (size_t)run->B * run->T * sizeof(int);
+    plan_add_bytes(&run->plan, "batches read ahead", Place::HOST, loader_bytes * (run->has_val ? 2 : 1), nullptr);
+    plan_add_bytes(&run->plan, "workspace of the matrix products", Place::DEVICE, matmul_workspace_bytes(), nullptr);
+    plan_add_bytes(&run->plan, "communicator", Place::HOST, comm_workspace_bytes(&run->comm), nullptr);
+    plan_add_bytes(&run->plan, "program and libraries", Place::HOST, resident_bytes(), nullptr);
+}
