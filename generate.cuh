@@ -323,9 +323,10 @@ static void prompt_write(const Prompt* p, const Model* m, const Generator* g, do
     cJSON* j = json_new_object();
     json_add_int(j, "index", p->idx);
     if (g->tokenizer != nullptr) {
-        size_t length;
-        char* text = tokenizer_decode(g->tokenizer, p->ids + p->num_prompt, p->num_ids - p->num_prompt, &length);
-        char* valid = text_as_utf8(text, length);
+        size_t length, begins;                       // the whole, so that it does not lose a space in the middle
+        char* text = tokenizer_decode(g->tokenizer, p->ids, p->num_ids, &length);
+        free(tokenizer_decode(g->tokenizer, p->ids, p->num_prompt, &begins));
+        char* valid = text_as_utf8(text + begins, length - begins);
         json_add_string(j, "text", valid);
         free(valid);
         free(text);
