@@ -6,9 +6,10 @@ stream wait, event record, host wait and collective of the program is removed or
   dev/mutate.py --list             the mutations, and nothing is built
   dev/mutate.py --only attention   those whose file:line or text contains this
 
-Works on the source text, in build/mutate. A mutated op is compiled alone with its own table of op tests, for the checked
-emulator and then the plain one under several seeds; a mutated host file with train_gpt, which then trains a tiny model
-in layouts that between them come by every line, and must print the losses and state hashes of the program as it is.
+Works on the source text, in build/mutate. A mutated op is compiled alone with its own table of op tests, for the
+checked emulator and then the plain one under several seeds; a mutated host file with train_gpt, which then trains a
+tiny model in layouts that between them come by every line, and must print the losses and state hashes of the program
+as it is.
 Not mutated: SPARED, with the reason."""
 import argparse
 import dataclasses
@@ -52,7 +53,7 @@ SWAPS = [
      "event record: wrong stream"),
 ]
 # A barrier behind the next statement, where that is one of memory: a call, or an element.
-LATE = (r"(__sync(?:threads|warp)\(\);)(\s+)(?=\S)(?!#|for\b|if\b|while\b|return\b|break\b|continue\b|\w+ \w+\[[^\]]*\];)"
+LATE = (r"(__sync(?:threads|warp)\(\);)(\s+)(?=\S)(?!#|(?:for|if|while|return|break|continue)\b|\w+ \w+\[[^\]]*\];)"
         r"([^;{}#]*[\[(][^;{}]*;)")
 SPARED = {}                                  # "file: statement" -> why its removal cannot show
 

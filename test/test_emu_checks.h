@@ -1,6 +1,6 @@
-/* test_emu_checks.h: part of test_emu.cu in the checked build: one mistake of each kind that the checker reports, each in
- * a process of its own. A line that must be named carries its mistake's name in a comment at its end; the parent reads
- * them from this file. Then requests whose cost is known are counted. */
+/* test_emu_checks.h: part of test_emu.cu in the checked build: one mistake of each kind that the checker reports, each
+ * in a process of its own. A line that must be named carries its mistake's name in a comment at its end; the parent
+ * reads them from this file. Then requests whose cost is known are counted. */
 #include <cctype>
 #include <nccl.h>
 #include "kernels/cpu/emu_check.h"

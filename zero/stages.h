@@ -243,8 +243,6 @@ static void zero_free(Zero* z)
     CUDA_CHECK(cudaStreamDestroy(z->compute));
     if (z->overlap)
         for (cudaStream_t stream : {z->reduce, z->gather}) CUDA_CHECK(cudaStreamDestroy(stream));
-    buckets_free(&z->grad_buckets);
-    buckets_free(&z->param_buckets);
     free(z->params_ready);
     free(z->unit_grads);
     free(z->unit_params);
