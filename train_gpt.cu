@@ -581,8 +581,7 @@ static decltype(run_all_fp32)* precision_find(const char* name)
         if (strcmp(p.name, name) == 0) return p.run_all;
         snprintf(have + strlen(have), sizeof have - strlen(have), " %s", p.name);
     }
-    die_usage("-p %s is not in this binary, have%s: the CPU build computes in fp32; others are built with make PREC=%s",
-              name, have, name);
+    die_usage("-p %s is not in this binary, have%s: build it in with make PREC='%s'", name, have, name);
 }
 
 int main(int argc, char** argv)
