@@ -254,8 +254,9 @@ static void plan_run(Run* run, bool training)
     m->recompute = s->recompute;
     m->segment_layers = s->segment_layers;
     model_visits(m);
-    ZeroConfig zero = {s->stage, m->resident, s->G, training, f->overlap != 0, (size_t)f->persist_below,
-                       m->visits, m->num_visits, (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
+    ZeroConfig zero = {s->stage, m->resident, s->G, training, f->overlap != 0, f->deterministic,
+                       (size_t)f->persist_below, m->visits, m->num_visits,
+                       (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
     model_plan(m, &run->plan, s->B, run->T, training);
     for (int k = 0; k < 2; k++) {

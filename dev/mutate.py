@@ -78,7 +78,7 @@ def code_of(text):
 def sources():
     files = sorted((ROOT / "kernels").glob("*.cuh")) + sorted((ROOT / "zero").glob("*.h"))
     files = [f for f in files if f.name != "prim.cuh"]
-    return files + [ROOT / name for name in ("model.cuh", "generate.cuh", "train_gpt.cu")]
+    return files + [ROOT / name for name in ("model.cuh", "passes.cuh", "generate.cuh", "run.cuh", "train_gpt.cu")]
 
 
 def mutations():
@@ -234,7 +234,7 @@ def shard_write(path, num_toks, seed):
 
 def prepare_data():
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 97, "n_positions": 16,
-              "n_embd": 16, "n_layer": 2, "n_head": 2, "activation_function": "gelu_new",
+              "n_embd": 16, "n_layer": 4, "n_head": 2, "activation_function": "gelu_new",
               "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
     (WORK / "model").mkdir(parents=True, exist_ok=True)
     (WORK / "model" / "config.json").write_text(json.dumps(config))
@@ -245,6 +245,8 @@ def prepare_data():
 BASE = ["-m", WORK / "model", "--from-scratch", "-d", WORK / "data", "-t", 16, "-l", 1e-3, "--hash-every", 1,
         "--sample-tokens", 0]
 LAYOUTS = [                                  # name, ranks, flags, resumed with more steps
+    ("stage 3, 2 ranks", 2, ["-z", 3, "-b", 1, "-g", 2, "-n", 3, "--eval-every", 2, "-v", WORK / "data"], False),
+    ("stage 3, in order", 2, ["-z", 3, "-b", 1, "-g", 1, "-n", 2, "-r", 2, "--deterministic"], False),
     ("stage 2, 2 ranks", 2, ["-z", 2, "-b", 1, "-g", 2, "-n", 3, "--eval-every", 2, "-v", WORK / "data"], False),
     ("stage 1, 2 ranks", 2, ["-z", 1, "-b", 1, "-g", 2, "-n", 3], False),
     ("stage 0, 2 ranks", 2, ["-z", 0, "-b", 1, "-g", 2, "-n", 3], False),

@@ -4,12 +4,17 @@ The reference is one rank at stage 0. CI runs a pairwise subset of the product, 
 """
 import itertools
 import json
+import os
+import pathlib
 import re
+import signal
+import subprocess
 
 import init
 import numpy as np
 import pytest
-from util import FULL, built_devices, gpt2_config, safetensors_read, shard_write, train_gpt
+from util import (FULL, ROOT, built_devices, command, environment, gpt2_config, safetensors_read, shard_write,
+                  train_gpt)
 
 CONFIG = gpt2_config(97, 24, 16, L=5, NH=3)
 STEPS = 20
@@ -353,7 +358,8 @@ def test_plan_for_a_gpu(tmp_path):
     assert "H100" in out and "512 ranks" in out and "s a step" in out and re.search(r"^fits ", out, re.M)
     out = train_gpt("--plan", "-m", "llama3-8b", "--gpu", "h100", "--ranks", 8, "-b", 4, "-t", 2048).out
     ladder = out.split("does not fit")[1]
-    assert ladder.index("-z 1") < ladder.index("-z 2") < ladder.index("-z 3") < ladder.index("-r cheap") and "fits" in ladder
+    places = [ladder.index(rung) for rung in ("-z 1", "-z 2", "-z 3", "-r cheap", "fits")]
+    assert places == sorted(places)
     refused = train_gpt("--plan", "-m", "d4", "--gpu", "h1000", ok=False)
     assert "A100" in refused.complaint[0]
 
@@ -363,8 +369,7 @@ def test_budget_between_the_stages(tmp_path):
     config = gpt2_config(97, 128, 16, L=8, NH=4)
     args = [*start(tmp_path, config, 3), *batch(4, 1)]
     free = train_gpt(*args, "-z", 2, ranks=4, out=tmp_path / "free")
-    need = {z: sum(v for k, v in plan_rows(train_gpt(*args, "-z", z, "--plan", "--ranks", 4).out).items() if k == "total")
-            for z in (2, 3)}
+    need = {z: plan_rows(train_gpt(*args, "-z", z, "--plan", "--ranks", 4).out)["total"] for z in (2, 3)}
     budget = int((need[2] + need[3]) / 2)
     assert need[3] < budget < need[2]
     run = {"ranks": 4, "ok": False}
@@ -373,3 +378,58 @@ def test_budget_between_the_stages(tmp_path):
     assert_close(train_gpt(*args, "-z", 3, "--device-mb", budget, ranks=4, out=tmp_path / "three"), free)
     chosen = train_gpt(*args, "--auto", "--device-mb", budget, ranks=4, out=tmp_path / "auto")
     assert_close(chosen, free)
+
+
+# ---- no hang, no doubt ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_deterministic(tmp_path, device, stage):
+    """Sums in rank order: the same bits over repeats, overlap, buckets, recomputation, resume. Replicas agree."""
+    args = [*start(tmp_path, steps=8), *batch(3), "-z", stage, "--deterministic", "--check-replicas", 2]
+    run = {"ranks": 3, "device": device}
+    reference = train_gpt(*args, "--save-every", 4, **run, out=tmp_path / "reference")
+    more = [[], ["--overlap", 0, "--reduce-bucket", 15000], ["-r", "block", "--gather-bucket", 15000]]
+    for i, flags in enumerate(more):
+        assert_bits(train_gpt(*args, *flags, **run, out=tmp_path / f"run{i}"), reference)
+    rest = train_gpt("--resume", reference.checkpoint(4), *args[3:], **run, out=tmp_path / "rest")
+    assert_bits(rest, reference, first=4)
+
+
+def test_64_ranks(tmp_path):
+    config = gpt2_config(97, 16, 16, L=3, NH=2)
+    one = train_gpt(*start(tmp_path, config, 3), "-b", 64, out=tmp_path / "one")
+    many = train_gpt(*start(tmp_path, config, 3), *batch(64, 1), "-z", 3, ranks=64, out=tmp_path / "many",
+                     OMP_NUM_THREADS="1")
+    assert_close(many, one)
+
+
+def ranks_of(launcher):
+    """{rank: process id} of the programs that this mpirun has started."""
+    found = {}
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            if int(fields[1]) == launcher and "train_gpt" in (entry / "comm").read_text():
+                environ = (entry / "environ").read_bytes().split(b"\0")
+                rank = next(v for v in environ if v.startswith(b"OMPI_COMM_WORLD_RANK="))
+                found[int(rank.split(b"=")[1])] = int(entry.name)
+        except (OSError, StopIteration):
+            continue
+    return found
+
+
+@pytest.mark.parametrize("name,words", [("SIGKILL", "ended by SIGTERM"), ("SIGSTOP", "waits longer than --timeout")])
+def test_lost_rank(tmp_path, name, words):
+    """A rank is killed, or stopped: the others end within a minute and say which rank waited in which collective."""
+    args = [*start(tmp_path, steps=10**6), *batch(3), "-z", 3, "--timeout", 4, "--log-every", 1]
+    process = subprocess.Popen(command(args, 3, "cpu"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env=environment(OMP_NUM_THREADS="1"), cwd=ROOT)
+    while not process.stdout.readline().startswith("step 3/"):
+        assert process.poll() is None
+    os.kill(ranks_of(process.pid)[1], getattr(signal, name))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    said = [line for line in err.splitlines() if line.startswith("train_gpt: ")]
+    assert len(said) == 1 and words in said[0] and re.search(r"rank [02]: .*step \d+, in ", said[0]), err
+    if name == "SIGSTOP":
+        assert "rank 1 gives no sign of life" in said[0]
+    assert not ranks_of(process.pid)
