@@ -5,6 +5,7 @@
 #include "kernels/device.cuh"
 #include "data/loader.h"
 #include "data/tokenizer.h"
+#include "generate.cuh"
 #include "passes.cuh"
 #include "zero/checkpoint.h"
 
@@ -25,6 +26,7 @@ typedef struct Run {
     Comm comm;
     Device device;
     Model model;
+    Decoder decoder;               // of --generate and --prompts
     Zero zero;
     Plan plan;
     StepConfig config;
@@ -61,10 +63,10 @@ static void batch_arithmetic(Run* run, int num_ranks)
         bool has_B = f->given[FLAG_micro_batch], has_G = f->given[FLAG_grad_accum];
         if (has_B && !has_G) G = f->batch / (B * R);
         if (!has_B) B = f->batch / (G * R);
-        ENSURE(
-            B * G * R == f->batch,
-            "--batch %lld is not %lld micro-batch x %lld micro-steps x %lld ranks = %lld sequences: change one of them",
-            (long long)f->batch, (long long)B, (long long)G, (long long)R, (long long)(B * G * R));
+        if (B * G * R != f->batch)
+            die_usage("--batch %lld is not %lld micro-batch x %lld micro-steps x %lld ranks = %lld sequences: "
+                      "change one of them",
+                      (long long)f->batch, (long long)B, (long long)G, (long long)R, (long long)(B * G * R));
     }
     run->B = (int)B;
     run->G = (int)G;
@@ -258,7 +260,9 @@ static void plan_run(Run* run, bool training)
                        (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
-    model_plan(m, &run->plan, s->B, run->T, training);
+    bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
+    if (decodes) decoder_plan(&run->decoder, m, &run->plan, f->given[FLAG_prompts] ? s->B : 1, run->T);
+    else model_plan(m, &run->plan, s->B, run->T, training);
     for (int k = 0; k < 2; k++) {
         plan_add(&run->plan, "batches", Place::HOST, &run->h_tokens[k], (size_t)s->B * run->T);
         plan_add(&run->plan, "batches", Place::HOST, &run->h_targets[k], (size_t)s->B * run->T);

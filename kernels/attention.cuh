@@ -264,8 +264,8 @@ static void attention_forward_cpu(floatX* out, float* lse, float* scratch, const
 }
 
 /* Threads share out the key/value heads: the query heads that read one follow each other and add up its dk and dv. */
-static void attention_backward_cpu(floatX* dqkv, float* scratch, const floatX* dout, const floatX* out, const float* lse,
-                                   const floatX* qkv, AttentionDims a)
+static void attention_backward_cpu(floatX* dqkv, float* scratch, const floatX* dout, const floatX* out,
+                                   const float* lse, const floatX* qkv, AttentionDims a)
 {
     const int T = a.T, HS = a.HS, group = a.NH / a.NKV;
     const size_t ld = attention_ld_qkv(a), width = round_up(HS, VF), thread_elems = attention_thread_elems(T, HS);

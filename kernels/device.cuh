@@ -68,13 +68,13 @@ __attribute__((noinline)) static vf peak_loop(long repeats)
     return acc[0];
 }
 
-/* fp32 multiply-add peak of num_threads threads, in flop/s: the best of three runs of about 10 ms. */
+/* fp32 multiply-add peak of num_threads threads, in flop/s: the best of ten runs of about 5 ms. */
 static double cpu_peak_flops(int num_threads)
 {
-    const long repeats = 1000000;
+    const long repeats = 500000;
     double best_s = 1e30;
     volatile float sink = 0;
-    for (int run = 0; run < 3; run++) {
+    for (int run = 0; run < 10; run++) {
         double start = now_s();
         #pragma omp parallel num_threads(num_threads)
         {

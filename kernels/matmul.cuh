@@ -1,6 +1,6 @@
 /* matmul.cuh: a linear layer, its bias, the GELU behind it, and their gradients.
  *   out     = inp * weight^T + bias              (bias may be null)
- *   pre     = inp * weight^T + bias              out = gelu(pre)                      (forward_gelu)
+ *   pre     = inp * weight^T + bias              out = gelu(pre)      (forward_gelu; fused where there is a bias)
  *   dinp    = dout * weight  or  +=              (accumulate)
  *   dpre    = (dout * weight) * slope of gelu at pre                                  (backward_input_gelu)
  *   dweight += dout^T * inp      dbias += sum_n(dout)
@@ -76,8 +76,8 @@ static void matmul_backward_bias_cpu(float* dbias, const floatX* dout, int N, in
     }
 }
 
-static void matmul_backward_weight_cpu(float* dweight, float* dbias, const floatX* dout, const floatX* inp, int N, int IC,
-                                       int OC, Layout layout)
+static void matmul_backward_weight_cpu(float* dweight, float* dbias, const floatX* dout, const floatX* inp, int N,
+                                       int IC, int OC, Layout layout)
 {
     GemmOperand dout_t = {dout, (size_t)OC, true}, inp_t = {inp, (size_t)IC, true};
     if (layout == Layout::OUT_IN) gemm(dweight, IC, dout_t, {inp, (size_t)IC, false}, OC, IC, N, nullptr, true);
@@ -334,7 +334,8 @@ static void matmul_forward_gelu(floatX* out, floatX* pre, const floatX* inp, con
 {
 #ifndef DEVICE_CPU
     const MatmulEpilogue add_bias_gelu = {CUBLASLT_EPILOGUE_GELU_AUX_BIAS, bias, pre};
-    if (kind == Gelu::TANH && matmul_lt_forward(out, inp, weight, N, IC, OC, layout, add_bias_gelu, stream)) return;
+    if (kind == Gelu::TANH && bias != nullptr &&
+        matmul_lt_forward(out, inp, weight, N, IC, OC, layout, add_bias_gelu, stream)) return;
 #endif
     matmul_forward(pre, inp, weight, bias, N, IC, OC, layout, stream);
     gelu_forward(out, pre, (size_t)N * OC, kind, stream);

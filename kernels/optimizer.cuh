@@ -11,7 +11,7 @@
  *     p = p*(1 - lr*weight_decay) - lr * (m/bias_correction1) / (sqrt(v/bias_correction2) + eps)
  * shapes  param (n) floatX; master m v grad (n) fp32
  * writes  StepState in place; param = master = m = v = (param is master rounded; in fp32 it is the master)
- * needs   any n; all tensors of one weight decay lie one after another
+ * needs   any n; adamw_update_runs: up to 32 runs of elements, each with its weight decay, one after another
  * exact   each element by itself, each step by one thread: same bits on every run and for any number of CPU threads
  * cost    fp32: reads p g m v, writes p m v, 28*n bytes; 16-bit param: 30*n. Judged against memory bandwidth
  * source  Loshchilov & Hutter 2017, arXiv:1711.05101; loss scaling Micikevicius et al. 2017, arXiv:1710.03740;
@@ -184,6 +184,24 @@ HOSTDEV AdamwFactors adamw_factors(const StepState* state, float weight_decay, f
     return f;
 }
 
+/* Where the weight decay changes along a slice: run i ends before element end[i]. Given to the kernel by value. */
+static constexpr int ADAMW_MAX_RUNS = 32;
+struct AdamwRuns {
+    int num_runs;
+    float weight_decay[ADAMW_MAX_RUNS];
+    size_t end[ADAMW_MAX_RUNS];
+};
+
+/* Lengthens the runs to `end` elements. */
+static void adamw_runs_extend(AdamwRuns* runs, size_t end, float weight_decay)
+{
+    if (runs->num_runs == 0 || runs->weight_decay[runs->num_runs - 1] != weight_decay) {
+        ENSURE(runs->num_runs < ADAMW_MAX_RUNS, "weight decay changes more than %d times in a slice", ADAMW_MAX_RUNS);
+        runs->weight_decay[runs->num_runs++] = weight_decay;
+    }
+    runs->end[runs->num_runs - 1] = end;
+}
+
 /* The whole rule, for every build: the new parameter. Decay and step are added before p is rounded, so that a decay far
  * below p's last bit is not always rounded the same way. */
 HOSTDEV float adamw_element(float p, float g, float* m, float* v, AdamwFactors f)
@@ -216,17 +234,20 @@ static __global__ void step_state_kernel(StepState* state, const double* sums, S
 
 static constexpr int ADAMW_BLOCK = 256;
 
-/* One vector of W a thread; the thread with the last, short one goes element by element. In fp32 param is the master. At
- * any precision W = 4: a warp's 16 bytes of fp32 a thread lie side by side, and so do the 8 bytes of a 16-bit param; with
+/* One vector of W a thread; where a run ends within it, element by element. In fp32 param is the master. At any
+ * precision W = 4: a warp's 16 bytes of fp32 a thread lie side by side, and so do the 8 bytes of a 16-bit param; with
  * 8 elements a thread each request touched every sector of twice its bytes. */
 template <int W> static __global__ void __launch_bounds__(ADAMW_BLOCK)
-adamw_kernel(floatX* param, float* master, float* m, float* v, const float* grad, size_t n, float weight_decay,
-             float beta1, float beta2, float eps, const StepState* state)
+adamw_kernel(floatX* param, float* master, float* m, float* v, const float* grad, AdamwRuns runs, float beta1,
+             float beta2, float eps, const StepState* state)
 {
-    if (state->skip != Skip::NONE) return;
-    const AdamwFactors f = adamw_factors(state, weight_decay, beta1, beta2, eps);
-    size_t i = ((size_t)blockIdx.x * ADAMW_BLOCK + threadIdx.x) * W;
-    if (i + W <= n) {
+    const size_t first = ((size_t)blockIdx.x * ADAMW_BLOCK + threadIdx.x) * W, n = runs.end[runs.num_runs - 1];
+    if (state->skip != Skip::NONE || first >= n) return;
+    size_t i = first;
+    int run = 0;
+    while (runs.end[run] <= i) run++;
+    AdamwFactors f = adamw_factors(state, runs.weight_decay[run], beta1, beta2, eps);
+    if (i + W <= runs.end[run]) {
         float p[W], g[W], new_m[W], new_v[W];
         load_vec(p, master + i);
         load_vec(g, grad + i);
@@ -239,7 +260,9 @@ adamw_kernel(floatX* param, float* master, float* m, float* v, const float* grad
         store_vec(master + i, p);
         if (sizeof(floatX) < sizeof(float)) store_vec(param + i, p);
     } else {
-        for (; i < n; i++) {
+        for (; i < first + W && i < n; i++) {
+            for (; runs.end[run] <= i; run++)
+                f = adamw_factors(state, runs.weight_decay[run + 1], beta1, beta2, eps);
             master[i] = adamw_element(master[i], grad[i], &m[i], &v[i], f);
             if (sizeof(floatX) < sizeof(float)) store_f(param + i, master[i]);
         }
@@ -257,27 +280,47 @@ static void step_state_update(StepState* state, const double* sums, StepConfig c
 #endif
 }
 
-/* master is null in fp32, and only there. */
+#ifdef DEVICE_CPU
+static void adamw_update_runs_cpu(floatX* param, float* master, float* m, float* v, const float* grad,
+                                  const AdamwRuns* runs, float beta1, float beta2, float eps, const StepState* state)
+{
+    if (state->skip != Skip::NONE) return;
+    size_t first = 0;
+    for (int run = 0; run < runs->num_runs; first = runs->end[run++])
+        adamw_update_cpu(param + first, master != nullptr ? master + first : nullptr, m + first, v + first,
+                         grad + first, runs->end[run] - first,
+                         adamw_factors(state, runs->weight_decay[run], beta1, beta2, eps));
+}
+#endif
+
+/* In one launch. master is null in fp32, and only there. */
+static void adamw_update_runs(floatX* param, float* master, float* m, float* v, const float* grad,
+                              const AdamwRuns* runs, float beta1, float beta2, float eps, const StepState* state,
+                              cudaStream_t stream)
+{
+    assert((master == nullptr) == (sizeof(floatX) == sizeof(float)));
+    if (runs->num_runs == 0) return;
+    ON_CPU(adamw_update_runs_cpu(param, master, m, v, grad, runs, beta1, beta2, eps, state));
+#ifndef DEVICE_CPU
+    if (master == nullptr) master = (float*)param;
+    const size_t n = runs->end[runs->num_runs - 1];
+    if (is_vec(param, VEC) && is_vec(master, VEC) && is_vec(m, VEC) && is_vec(v, VEC) && is_vec(grad, VEC))
+        LAUNCH((adamw_kernel<4>), (unsigned)ceil_div(n, ADAMW_BLOCK * 4), ADAMW_BLOCK, 0, stream, param, master, m,
+               v, grad, *runs, beta1, beta2, eps, state);
+    else
+        LAUNCH((adamw_kernel<1>), (unsigned)ceil_div(n, ADAMW_BLOCK), ADAMW_BLOCK, 0, stream, param, master, m, v, grad,
+               *runs, beta1, beta2, eps, state);
+    CUDA_CHECK(cudaGetLastError());
+#endif
+}
+
 static void adamw_update(floatX* param, float* master, float* m, float* v, const float* grad, size_t n,
                          float weight_decay, float beta1, float beta2, float eps, const StepState* state,
                          cudaStream_t stream)
 {
-    assert((master == nullptr) == (sizeof(floatX) == sizeof(float)));
-    if (n == 0) return;
-#ifdef DEVICE_CPU
-    if (state->skip != Skip::NONE) return;
-#endif
-    ON_CPU(adamw_update_cpu(param, master, m, v, grad, n, adamw_factors(state, weight_decay, beta1, beta2, eps)));
-#ifndef DEVICE_CPU
-    if (master == nullptr) master = (float*)param;
-    if (is_vec(param, VEC) && is_vec(master, VEC) && is_vec(m, VEC) && is_vec(v, VEC) && is_vec(grad, VEC))
-        LAUNCH((adamw_kernel<4>), (unsigned)ceil_div(n, ADAMW_BLOCK * 4), ADAMW_BLOCK, 0, stream, param, master, m,
-               v, grad, n, weight_decay, beta1, beta2, eps, state);
-    else
-        LAUNCH((adamw_kernel<1>), (unsigned)ceil_div(n, ADAMW_BLOCK), ADAMW_BLOCK, 0, stream, param, master, m, v, grad,
-               n, weight_decay, beta1, beta2, eps, state);
-    CUDA_CHECK(cudaGetLastError());
-#endif
+    AdamwRuns runs = {};
+    if (n > 0) adamw_runs_extend(&runs, n, weight_decay);
+    adamw_update_runs(param, master, m, v, grad, &runs, beta1, beta2, eps, state, stream);
 }
 
 #ifdef OP_TESTS
@@ -307,12 +350,25 @@ static StepState adamw_test_state(bool skip)
     return state;
 }
 
-/* dims: n, elements by which the tensors are shifted off their alignment, whether the step is skipped. */
+/* Weight decays of a slice of n: 0.1, or with `cuts` also 0 in two runs that end within vectors. */
+static AdamwRuns adamw_test_runs(size_t n, bool cuts)
+{
+    AdamwRuns runs = {};
+    if (cuts) adamw_runs_extend(&runs, n / 3 + 1, 0.1f);
+    if (cuts) adamw_runs_extend(&runs, n / 3 + 2, 0.0f);
+    if (cuts) adamw_runs_extend(&runs, n / 2, 0.1f);
+    if (cuts) adamw_runs_extend(&runs, n - 1, 0.0f);
+    adamw_runs_extend(&runs, n, 0.1f);
+    return runs;
+}
+
+/* dims: n, elements by which the tensors are shifted off their alignment, 1 to skip the step, 1 for several runs. */
 static void adamw_test(OpRun* run)
 {
     const size_t n = (size_t)run->dims[0], shift = (size_t)run->dims[1], whole = n + shift;
     const bool skip = run->dims[2] != 0;
-    const float beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
+    const float beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f;
+    const AdamwRuns runs = adamw_test_runs(n, run->dims[3] != 0);
     OpTensor<float> master = op_inout<float>(run, "master", whole, 0.0, 0.02);
     OpTensor<floatX> param = op_inout<floatX>(run, "param", whole, 0.0, 0.02);
     OpTensor<float> m = op_inout<float>(run, "m", whole, 0.0, 1e-3), v = op_inout<float>(run, "v", whole, 1e-3, 2e-4);
@@ -321,16 +377,20 @@ static void adamw_test(OpRun* run)
     const StepState* state = (const StepState*)op_bytes(run, "state", OpKind::INPUT, &s, sizeof s);
     const bool is_16bit = sizeof(floatX) < sizeof(float);
     OP_RUN(run, n * (24.0 + (is_16bit ? 6.0 : 4.0)), 0,
-           adamw_update(param.dev + shift, is_16bit ? master.dev + shift : nullptr, m.dev + shift, v.dev + shift,
-                        grad.dev + shift, n, weight_decay, beta1, beta2, eps, state, 0));
+           adamw_update_runs(param.dev + shift, is_16bit ? master.dev + shift : nullptr, m.dev + shift, v.dev + shift,
+                             grad.dev + shift, &runs, beta1, beta2, eps, state, 0));
     double* p64 = (is_16bit ? master.f64 : param.f64) + shift;
     float* p32 = (is_16bit ? master.f32 : param.f32) + shift;
     const double coef = s.grad_scale * s.clip_coef;
     if (!skip) {
-        adamw_ref(p64, m.f64 + shift, v.f64 + shift, grad.f64 + shift, n, s.lr, coef, (double)weight_decay,
-                  (double)beta1, (double)beta2, (double)eps, s.bias_correction1, s.bias_correction2);
-        adamw_ref(p32, m.f32 + shift, v.f32 + shift, grad.f32 + shift, n, (float)s.lr, (float)coef, weight_decay, beta1,
-                  beta2, eps, (float)s.bias_correction1, (float)s.bias_correction2);
+        for (size_t k = 0, first = 0; k < (size_t)runs.num_runs; first = runs.end[k++]) {
+            const size_t at = shift + first, count = runs.end[k] - first;
+            const float decay = runs.weight_decay[k];
+            adamw_ref(p64 + first, m.f64 + at, v.f64 + at, grad.f64 + at, count, s.lr, coef, (double)decay,
+                      (double)beta1, (double)beta2, (double)eps, s.bias_correction1, s.bias_correction2);
+            adamw_ref(p32 + first, m.f32 + at, v.f32 + at, grad.f32 + at, count, (float)s.lr, (float)coef, decay, beta1,
+                      beta2, eps, (float)s.bias_correction1, (float)s.bias_correction2);
+        }
         for (size_t i = shift; is_16bit && i < whole; i++) {
             param.f64[i] = master.f64[i];
             param.f32[i] = master.f32[i];
@@ -546,6 +606,8 @@ static const OpTest optimizer_tests[] = {
     {"adamw", adamw_test, {4099}, OpWhen::ALWAYS},
     {"adamw", adamw_test, {1000, 3}, OpWhen::ALWAYS},
     {"adamw", adamw_test, {1000, 8, 1}, OpWhen::ALWAYS},
+    {"adamw", adamw_test, {4099, 0, 0, 1}, OpWhen::ALWAYS},
+    {"adamw", adamw_test, {3001, 1, 0, 1}, OpWhen::ALWAYS},
     {"adamw", adamw_test, {3000001}, OpWhen::LARGE},
     {"adamw_trial", adamw_trial_test, {2}, OpWhen::ALWAYS},
     {"adamw_trial", adamw_trial_test, {1}, OpWhen::ALWAYS},

@@ -50,20 +50,20 @@ static void rope_table(float* h_table, const RopeConfig* r, int first, int count
 
 #ifdef DEVICE_CPU
 
-static void rope_cpu(float* qkv, const float* table, const int* positions, int N, int T, int num_rotated, int num_heads,
-                     int HS, float direction)
+static void rope_cpu(floatX* qkv, const float* table, const int* positions, int N, int T, int num_rotated,
+                     int num_heads, int HS, float direction)
 {
     const int half = HS / 2;
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
         const float *cosine = table + (size_t)(positions ? positions[n] : n % T) * HS, *sine = cosine + half;
         for (int h = 0; h < num_rotated; h++) {
-            float *x = qkv + ((size_t)n * num_heads + h) * HS, *y = x + half;
+            floatX *x = qkv + ((size_t)n * num_heads + h) * HS, *y = x + half;
             #pragma omp simd
             for (int i = 0; i < half; i++) {
-                const float a = x[i], b = y[i], s = direction * sine[i];
-                x[i] = a * cosine[i] - b * s;
-                y[i] = b * cosine[i] + a * s;
+                const float a = load_f(x[i]), b = load_f(y[i]), s = direction * sine[i];
+                store_f(x + i, a * cosine[i] - b * s);
+                store_f(y + i, b * cosine[i] + a * s);
             }
         }
     }

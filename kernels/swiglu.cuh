@@ -22,12 +22,12 @@ SIMD void swiglu_backward_vec(vf* dgate, vf* dup, vf dout, vf gate, vf up)
     *dup = dout * (gate * s);
 }
 
-static void swiglu_forward_cpu(float* out, const float* inp, int N, int F)
+static void swiglu_forward_cpu(floatX* out, const floatX* inp, int N, int F)
 {
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
-        const float *gate = inp + (size_t)n * 2 * F, *up = gate + F;
-        float* row = out + (size_t)n * F;
+        const floatX *gate = inp + (size_t)n * 2 * F, *up = gate + F;
+        floatX* row = out + (size_t)n * F;
         vf y;
         int f = 0;
         for (; f + VF <= F; f += VF) {
@@ -40,12 +40,12 @@ static void swiglu_forward_cpu(float* out, const float* inp, int N, int F)
     }
 }
 
-static void swiglu_backward_cpu(float* dinp, const float* dout, const float* inp, int N, int F)
+static void swiglu_backward_cpu(floatX* dinp, const floatX* dout, const floatX* inp, int N, int F)
 {
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
-        const float *gate = inp + (size_t)n * 2 * F, *up = gate + F, *dy = dout + (size_t)n * F;
-        float *dgate = dinp + (size_t)n * 2 * F, *dup = dgate + F;
+        const floatX *gate = inp + (size_t)n * 2 * F, *up = gate + F, *dy = dout + (size_t)n * F;
+        floatX *dgate = dinp + (size_t)n * 2 * F, *dup = dgate + F;
         vf dg, du;
         int f = 0;
         for (; f + VF <= F; f += VF) {

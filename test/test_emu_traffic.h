@@ -49,7 +49,7 @@ static void traffic_check(TrafficRun* run, const char* name, double cost_bytes)
     const double whole = sectors > 0 ? (double)ideal_sectors / (double)sectors : 1;
     const double conflicts = total.ideal_wavefronts > 0 ? (double)total.wavefronts / (double)total.ideal_wavefronts : 1;
     const bool ok = moved <= MOST_MOVED && whole >= LEAST_SECTORS && conflicts <= MOST_CONFLICTS;
-    printf("%s traffic %-24s moved %5.3f x cost, sectors %5.1f %% whole, conflicts %5.3f x, %.3f of what is asked for\n",
+    printf("%s traffic %-24s moved %5.3f x cost, sectors %5.1f %% whole, conflicts %5.3f x, %.3f of the asked\n",
            ok ? "ok" : "FAIL", name, moved, 100 * whole, conflicts,
            (double)moved_bytes / (double)(total.read_bytes + total.write_bytes));
     if (ok) run->num_passed++;
@@ -94,7 +94,8 @@ static void traffic_layernorm(TrafficRun* run)
     for (int which = 0; which < 3; which++) {
         floatX *a = traffic_tensor<floatX>(run, NC), *b = traffic_tensor<floatX>(run, NC);
         floatX *c = traffic_tensor<floatX>(run, NC), *d = traffic_tensor<floatX>(run, NC);
-        floatX *weight = traffic_tensor<floatX>(run, C, Reuse::SMALL), *bias = traffic_tensor<floatX>(run, C, Reuse::SMALL);
+        floatX* weight = traffic_tensor<floatX>(run, C, Reuse::SMALL);
+        floatX* bias = traffic_tensor<floatX>(run, C, Reuse::SMALL);
         float *mean = traffic_tensor<float>(run, N), *rstd = traffic_tensor<float>(run, N);
         if (which == 0)
             TRAFFIC(run, "layernorm_forward", 2 * NC * TRAFFIC_S,
@@ -103,12 +104,44 @@ static void traffic_layernorm(TrafficRun* run)
             TRAFFIC(run, "residual_layernorm", 4 * NC * TRAFFIC_S,
                     residual_layernorm_forward(a, b, mean, rstd, c, d, weight, bias, N, C, 1e-5f, nullptr));
         if (which == 2) {
-            float *dweight = traffic_tensor<float>(run, C, Reuse::SMALL), *dbias = traffic_tensor<float>(run, C, Reuse::SMALL);
+            float* dweight = traffic_tensor<float>(run, C, Reuse::SMALL);
+            float* dbias = traffic_tensor<float>(run, C, Reuse::SMALL);
             float* scratch = traffic_tensor<float>(run, layernorm_scratch_elems(C), Reuse::SMALL);
             TRAFFIC(run, "layernorm_backward", 4 * NC * TRAFFIC_S,
                     layernorm_backward(a, dweight, dbias, scratch, b, c, weight, mean, rstd, N, C, nullptr));
         }
     }
+}
+
+static void traffic_llama(TrafficRun* run)
+{
+    const int N = 16384, C = 256, F = 2 * TRAFFIC_C, T = 8, HEADS = 8, ROTATED = 6, HS = 64;
+    const size_t NC = (size_t)N * C, NF = TRAFFIC_N * F, qkv_elems = TRAFFIC_N * HEADS * HS;
+    for (int which = 0; which < 3; which++) {
+        floatX *a = traffic_tensor<floatX>(run, NC), *b = traffic_tensor<floatX>(run, NC);
+        floatX *c = traffic_tensor<floatX>(run, NC), *d = traffic_tensor<floatX>(run, NC);
+        floatX* weight = traffic_tensor<floatX>(run, C, Reuse::SMALL);
+        float *rstd = traffic_tensor<float>(run, N), *dweight = traffic_tensor<float>(run, C, Reuse::SMALL);
+        float* scratch = traffic_tensor<float>(run, rmsnorm_scratch_elems(C), Reuse::SMALL);
+        if (which == 0)
+            TRAFFIC(run, "rmsnorm_forward", 2 * NC * TRAFFIC_S,
+                    rmsnorm_forward(a, rstd, b, weight, N, C, 1e-5f, nullptr));
+        if (which == 1)
+            TRAFFIC(run, "residual_rmsnorm", 4 * NC * TRAFFIC_S,
+                    residual_rmsnorm_forward(a, b, rstd, c, d, weight, N, C, 1e-5f, nullptr));
+        if (which == 2)
+            TRAFFIC(run, "rmsnorm_backward", 4 * NC * TRAFFIC_S,
+                    rmsnorm_backward(a, dweight, scratch, b, c, weight, rstd, N, C, nullptr));
+    }
+    floatX *out = traffic_tensor<floatX>(run, NF), *inp = traffic_tensor<floatX>(run, 2 * NF);
+    TRAFFIC(run, "swiglu_forward", 3 * NF * TRAFFIC_S, swiglu_forward(out, inp, TRAFFIC_N, F, nullptr));
+    floatX *dout = traffic_tensor<floatX>(run, NF), *dinp = traffic_tensor<floatX>(run, 2 * NF);
+    inp = traffic_tensor<floatX>(run, 2 * NF);
+    TRAFFIC(run, "swiglu_backward", 5 * NF * TRAFFIC_S, swiglu_backward(dinp, dout, inp, TRAFFIC_N, F, nullptr));
+    floatX* qkv = traffic_tensor<floatX>(run, qkv_elems);
+    float* table = traffic_tensor<float>(run, T * HS, Reuse::SMALL);
+    TRAFFIC(run, "rope_forward", 2 * TRAFFIC_N * ROTATED * HS * TRAFFIC_S,
+            rope_forward(qkv, table, nullptr, TRAFFIC_N, T, ROTATED, HEADS, HS, nullptr));
 }
 
 static void traffic_elementwise(TrafficRun* run)
@@ -145,7 +178,7 @@ static void traffic_classifier(TrafficRun* run)
         int* targets = traffic_tensor<int>(run, rows);
         TRAFFIC(run, backward ? "classifier, gradient" : "classifier, loss",
                 (backward ? 2 : 1) * (size_t)rows * VP * TRAFFIC_S,
-                classifier(logits, losses, targets, rows, V, VP, 1.0f, backward, nullptr));
+                classifier(logits, losses, targets, rows, V, VP, 1.0f, nullptr, backward, nullptr));
     }
 }
 
@@ -185,6 +218,7 @@ static int traffic_main()
     TrafficRun run = {};
     traffic_embedding(&run);
     traffic_layernorm(&run);
+    traffic_llama(&run);
     traffic_elementwise(&run);
     traffic_classifier(&run);
     traffic_adamw(&run);

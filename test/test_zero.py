@@ -203,6 +203,18 @@ def test_precision(tmp_path, precision):
     assert_bits(runs[3], runs[2])
 
 
+def test_bf16_on_a_cpu(tmp_path):
+    """The CPU build's bf16, fp32 arithmetic on 16-bit storage, trains as the GPU's tensor cores and cuBLASLt do."""
+    args = [*start(tmp_path, steps=8), *batch(2)]
+    full = train_gpt(*args, ranks=2, device="cpu", out=tmp_path / "full")
+    half = train_gpt(*args, "-p", "bf16", "-z", 2, ranks=2, device="cpu", out=tmp_path / "half")
+    gpu = train_gpt(*args, "-p", "bf16", "-z", 2, ranks=2, **HALF, out=tmp_path / "gpu")
+    assert half.series("loss") != full.series("loss")
+    assert half.series("loss") == pytest.approx(full.series("loss"), rel=2e-3)
+    assert half.series("loss") == pytest.approx(gpu.series("loss"), rel=2e-3)
+    assert half.series("norm") == pytest.approx(gpu.series("norm"), rel=2e-2)
+
+
 def test_master_is_saved(tmp_path):
     """A checkpoint holds the fp32 master: 16-bit weights could not move by so little. Resumed, the same bits."""
     args = [*start(tmp_path, steps=6), *batch(2), "-p", "bf16", "-z", 3, "--save-every", 3]

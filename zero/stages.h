@@ -388,19 +388,21 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
 }
 
 // -------------------------------------------------------------------------------------------------------- the step
+/* What this rank owns of unit u, in one launch. Padding between tensors goes along: its gradient is 0, it stays 0. */
 static void unit_update(Zero* z, int u, AdamwConfig adamw)
 {
     Range owned = zero_owned(z, u);
+    size_t at = zero_state_first(z, u);
     const Unit* unit = &z->shard->units[u];
+    AdamwRuns runs = {};
     for (int t = unit->first_tensor; t < unit->first_tensor + unit->num_tensors; t++) {
         Range part = tensor_part(&z->shard->tensors[t], owned);
-        if (part.count == 0) continue;
-        size_t at = zero_state_first(z, u) + (part.first - owned.first);
         float weight_decay = z->shard->tensors[t].decay ? adamw.weight_decay : 0.0f;
-        adamw_update(zero_own_param(z, u, part.first), z->master ? z->master + at : nullptr, z->moment1 + at,
-                     z->moment2 + at, zero_reduced_grad(z, u, part.first), part.count, weight_decay, adamw.beta1,
-                     adamw.beta2, adamw.eps, z->state, z->compute);
+        if (part.count > 0) adamw_runs_extend(&runs, part.first + part.count - owned.first, weight_decay);
     }
+    adamw_update_runs(zero_own_param(z, u, owned.first), z->master ? z->master + at : nullptr, z->moment1 + at,
+                      z->moment2 + at, zero_reduced_grad(z, u, owned.first), &runs, adamw.beta1, adamw.beta2, adamw.eps,
+                      z->state, z->compute);
 }
 
 /* The boundary: norm, clip, optimizer on what this rank owns, parameters gathered. Order of SEMANTICS: reduce, overflow

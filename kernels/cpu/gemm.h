@@ -1,5 +1,5 @@
 /* gemm.h: the CPU build's own matrix product, in fp32 whatever is stored.
- *   C (M,N) = init + op(A) (M,K) * op(B) (K,N)      all row-major; op transposes when asked; A, B floatX, C floatX or fp32
+ *   C (M,N) = init + op(A) (M,K) * op(B) (K,N)     all row-major; op transposes when asked; A, B floatX, C that or fp32
  *   init    is C itself (accumulate), a row added to every row of C (a bias), or zero
  * how     A tile of MR x NR of C stays in registers while K runs. A is packed once per block, by all threads for all,
  *         into panels of MR rows; each thread packs one panel of NR columns of B at a time into its nearest cache and
@@ -279,7 +279,7 @@ static void gemm(TC* C, size_t ldc, GemmOperand A, GemmOperand B, int M, int N, 
     const int num_pieces = gemm_div_up(K, GEMM_KC), kc = gemm_div_up(K, num_pieces);
     const bool in_place = sizeof(TC) == sizeof(float);       // else one block has all of K, and as many rows as fit
     const int kb = kc * (in_place ? GEMM_KB / GEMM_KC : num_pieces);
-    const int most_rows = in_place ? (int)GEMM_MB : gemm_min(GEMM_MB, (int)GEMM_MB * GEMM_KB / kb / GEMM_MR * GEMM_MR);
+    const int most_rows = in_place ? GEMM_MB : gemm_min(GEMM_MB, GEMM_MB * GEMM_KB / kb / GEMM_MR * GEMM_MR);
     ENSURE(most_rows > 0, "a product over %d terms in %s: at most %d", K, FLOATX_NAME, GEMM_MB * GEMM_KB / GEMM_MR);
     const int mb = gemm_div_up(gemm_div_up(M, gemm_div_up(M, most_rows)), GEMM_MR) * GEMM_MR;
     const GemmJob<TC> job = {C, ldc, A, B, M, N, K, bias, accumulate, kc, kb, mb};
