@@ -32,6 +32,7 @@ typedef struct ZeroConfig {
     int num_micro_steps;
     bool training;              // else no gradients and moments
     bool overlap;
+    bool deterministic;         // reductions in rank order, whatever NCCL does
     size_t persist_below;       // stage 3: smaller units keep their parameters whole
     const int* visits;          // (num_visits) the units of a micro-step in the order in which the model uses them
     int num_visits;
@@ -171,6 +172,11 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     size_t whole = shard->num_elems, state = zero_slices_states(z) ? whole / shard->num_ranks : whole;
     plan_params(z, plan);
     if (sizeof(floatX) < 4) plan_add(plan, "master weights", Place::DEVICE, &z->master, state);
+    size_t largest = 0;
+    for (int u = 0; u < shard->num_units; u++)
+        if (shard->units[u].range.count > largest) largest = shard->units[u].range.count;
+    if (z->training && config->deterministic && shard->num_ranks > 1)
+        plan_add(plan, "gradients, pieces of all ranks", Place::DEVICE, &comm->pieces, largest);
     if (z->training) {
         plan_gradients(z, plan, config->resident);
         plan_add(plan, "optimizer states", Place::DEVICE, &z->moment1, state);
@@ -346,8 +352,16 @@ static float* zero_gradient_begin(Zero* z, int u)
 static void unit_reduce(Zero* z, int u, float* slice)
 {
     size_t count = z->shard->units[u].range.count;
-    if (z->stage == 0) comm_all_reduce(z->comm, z->unit_grads[u], count, ncclFloat32, z->reduce);
-    else comm_reduce_scatter(z->comm, slice, z->unit_grads[u], count / z->shard->num_ranks, ncclFloat32, z->reduce);
+    if (z->stage > 0) {
+        comm_reduce_scatter(z->comm, slice, z->unit_grads[u], count / z->shard->num_ranks, z->reduce);
+    } else if (z->comm->pieces != nullptr) {
+        size_t n = count / z->shard->num_ranks;
+        float* own = z->unit_grads[u] + z->comm->rank * n;
+        comm_reduce_scatter(z->comm, own, z->unit_grads[u], n, z->reduce);
+        comm_all_gather(z->comm, z->unit_grads[u], own, n, ncclFloat32, z->reduce);
+    } else {
+        comm_all_reduce(z->comm, z->unit_grads[u], count, ncclFloat32, z->reduce);
+    }
 }
 
 /* After the backward of unit u in micro-step `micro` of `num_micro`: sends what this stage sends now. A backward goes
@@ -360,12 +374,13 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
     if (u != buckets->first_unit[b] || (!boundary && !in_ring)) return;
     stream_wait(z->reduce, z->compute, z->edge, "the bucket's gradient is complete");
     size_t first = shard_packed_first(z->shard, u);
-    comm_group_begin(z->comm);
+    bool one_by_one = z->comm->pieces != nullptr;   // each is summed before the pieces of the next arrive
+    if (!one_by_one) comm_group_begin(z->comm);
     for (int i = u; i < buckets->first_unit[b + 1]; i++) {
         float* own = zero_reduced_grad(z, i, shard_slice(z->shard, i, z->comm->rank).first);
         unit_reduce(z, i, adds ? z->reduced + (shard_packed_first(z->shard, i) - first) : own);
     }
-    comm_group_end(z->comm);
+    if (!one_by_one) comm_group_end(z->comm);
     float* own = zero_reduced_grad(z, u, shard_slice(z->shard, u, z->comm->rank).first);
     size_t count = bucket_range(buckets, z->shard, b).count / z->shard->num_ranks;
     if (adds) accumulate(own, z->reduced, count, z->reduce);
@@ -494,6 +509,29 @@ static unsigned long long zero_state_hash(Zero* z)
         }
     }
     comm_all_reduce(z->comm, z->hash, 1, ncclUint64, z->compute);
+    unsigned long long h_hash;
+    CUDA_CHECK(cudaMemcpyAsync(&h_hash, z->hash, sizeof h_hash, cudaMemcpyDeviceToHost, z->compute));
+    CUDA_CHECK(cudaStreamSynchronize(z->compute));
+    return h_hash;
+}
+
+/* Of what every rank must hold alike: whole parameters, and at stage 0 the moments. Synchronises. */
+static unsigned long long zero_replica_hash(Zero* z)
+{
+    const Shard* shard = z->shard;
+    zero_params_settle(z);
+    CUDA_CHECK(cudaMemsetAsync(z->hash, 0, sizeof *z->hash, z->compute));
+    for (int u = 0; u < shard->num_units; u++) {
+        Range range = shard->units[u].range;
+        if (!unit_in_ring(&z->param_buckets, u))
+            state_hash_accumulate(z->hash, z->unit_params[u], range.count * sizeof(floatX) / 4, range.first,
+                                  z->compute);
+        if (zero_slices_states(z)) continue;
+        const float* moments[] = {z->moment1 + range.first, z->moment2 + range.first};
+        for (int k = 0; k < 2; k++)
+            state_hash_accumulate(z->hash, moments[k], range.count, (k + 1) * shard->num_elems + range.first,
+                                  z->compute);
+    }
     unsigned long long h_hash;
     CUDA_CHECK(cudaMemcpyAsync(&h_hash, z->hash, sizeof h_hash, cudaMemcpyDeviceToHost, z->compute));
     CUDA_CHECK(cudaStreamSynchronize(z->compute));
