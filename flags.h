@@ -60,6 +60,8 @@
     F(SWITCH, raw_tokens,     0,  false,     0, 0, "shards are nanoGPT's headerless uint16 .bin") \
     F(INT,    device_mb,      0,  0,         0, INT64_MAX, "CPU and emulated builds: device memory budget in MiB; 0 = the machine's") \
     F(SWITCH, plan,           0,  false,     0, 0, "print the memory and wire plan and stop") \
+    F(SWITCH, auto_,          0,  false,     0, 0, "choose -z, -r, -b where not given: the fastest on paper that fits") \
+    F(TEXT,   gpu,            0,  "",        0, 0, "with --plan: for this GPU (h100, a100, l4, rtx 4090 ...)") \
     F(INT,    ranks,          0,  0,         0, 1 << 20, "with --plan: for so many ranks") \
     F(SWITCH, eval,           0,  false,     0, 0, "validate and stop") \
     F(TEXT,   choices,        0,  "",        0, 0, "answer this file of multiple choice (JSONL of ctx, endings, label: HellaSwag) and stop") \
@@ -80,7 +82,7 @@
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
     "master grad-dtype state-dtype tp pp sp offload offload-dir momentum keep deterministic " \
-    "config bench report check-replicas timeout auto comm-dtype reduce fp32-tensors muon-lr profile " \
+    "config bench report check-replicas timeout comm-dtype reduce fp32-tensors muon-lr profile " \
     "tune repeat dropout"
 
 enum FlagKind { INT, REAL, TEXT, ONEOF, SWITCH };

@@ -570,7 +570,7 @@ static void generate(Model* m, Decoder* decoder, const Flags* f, const char* tok
         g.input_name = from_stdin ? "stdin" : f->prompts;
         g.input = from_stdin ? stdin : fopen(f->prompts, "r");
         ENSURE(g.input != nullptr, "--prompts %s: cannot be opened: %s", f->prompts, strerror(errno));
-        ENSURE(!from_stdin || f->zero < 3 || m->zero->comm->num_ranks == 1,
+        ENSURE(!from_stdin || m->zero->stage < 3 || m->zero->comm->num_ranks == 1,
                "--prompts -: at stage 3 every rank reads the prompts: give a file");
     } else {
         size_t num_ids;

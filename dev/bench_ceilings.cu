@@ -1,4 +1,4 @@
-/* bench_ceilings.cu: what this device gives at best: cuBLASLt products of GPT-2's shapes through our own matmul_forward,
+/* bench_ceilings.cu: what this device gives at best: cuBLASLt products of GPT-2's shapes through our matmul_forward,
  * and a copy on the device. The marks that a training step is judged against.
  *   bench_ceilings [N]      rows of the products (default 16384 = 16 sequences of 1024 tokens), a 512 MiB copy; a
  *                           smaller N also shrinks the shapes, for a try on the emulator */

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""coverage.py: reads gcov's JSON for the op tests (dev/coverage.sh makes it) and reports on lines of device code: bodies
-of functions that are __global__, DEV or HOSTDEV in kernels/*.cuh. A line counts as executed if it was in any template
-instance at any precision. Arguments: the least percentage, then the files."""
+"""coverage.py: reads gcov's JSON for the op tests (dev/coverage.sh makes it) and reports on lines of device code:
+bodies of functions that are __global__, DEV or HOSTDEV in kernels/*.cuh. A line counts as executed if it was in any
+template instance at any precision. Arguments: the least percentage, then the files."""
 import json
 import pathlib
 import re

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Which lines of device code do the op tests never execute? The CUDA kernels run on the emulator, so gcov counts them.
-#   dev/coverage.sh [LEAST]      fails if less than LEAST percent (default 99) of the lines were executed; names the others
+#   dev/coverage.sh [LEAST]    fails if less than LEAST percent (default 99) of the lines were executed; names the rest
 set -euo pipefail
 cd "$(dirname "$0")/.."
 least=${1:-99}

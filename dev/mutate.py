@@ -6,9 +6,10 @@ stream wait, event record, host wait and collective of the program is removed or
   dev/mutate.py --list             the mutations, and nothing is built
   dev/mutate.py --only attention   those whose file:line or text contains this
 
-Works on the source text, in build/mutate. A mutated op is compiled alone with its own table of op tests, for the checked
-emulator and then the plain one under several seeds; a mutated host file with train_gpt, which then trains a tiny model
-in layouts that between them come by every line, and must print the losses and state hashes of the program as it is.
+Works on the source text, in build/mutate. A mutated op is compiled alone with its own table of op tests, for the
+checked emulator and then the plain one under several seeds; a mutated host file with train_gpt, which then trains a
+tiny model in layouts that between them come by every line, and must print the losses and state hashes of the program
+as it is.
 Not mutated: SPARED, with the reason."""
 import argparse
 import dataclasses
@@ -52,7 +53,7 @@ SWAPS = [
      "event record: wrong stream"),
 ]
 # A barrier behind the next statement, where that is one of memory: a call, or an element.
-LATE = (r"(__sync(?:threads|warp)\(\);)(\s+)(?=\S)(?!#|for\b|if\b|while\b|return\b|break\b|continue\b|\w+ \w+\[[^\]]*\];)"
+LATE = (r"(__sync(?:threads|warp)\(\);)(\s+)(?=\S)(?!#|(?:for|if|while|return|break|continue)\b|\w+ \w+\[[^\]]*\];)"
         r"([^;{}#]*[\[(][^;{}]*;)")
 SPARED = {}                                  # "file: statement" -> why its removal cannot show
 
@@ -78,7 +79,7 @@ def code_of(text):
 def sources():
     files = sorted((ROOT / "kernels").glob("*.cuh")) + sorted((ROOT / "zero").glob("*.h"))
     files = [f for f in files if f.name != "prim.cuh"]
-    return files + [ROOT / name for name in ("model.cuh", "generate.cuh", "train_gpt.cu")]
+    return files + sorted(ROOT.glob("*.cuh")) + [ROOT / "train_gpt.cu"]
 
 
 def mutations():
@@ -131,7 +132,7 @@ class Builder:
             flags = ["DEVICE=emu"] + (["CHECK=1"] if checked else [])
             subprocess.run(["make", "-s", *flags, *objects], cwd=ROOT, check=True)
             self.objects[checked] = [str(ROOT / o) for o in objects]
-            self.compile[checked] = make_value("COMPILE", checked) + make_value("CHECKED", checked) + ["-w", "-O1"]
+            self.compile[checked] = make_value("COMPILE", checked) + make_value("CHECKED", checked) + ["-w"]
             self.link[checked] = make_value("LINK", checked), make_value("LIBS", checked)
 
     def build(self, source, output, defines, checked):
@@ -176,10 +177,13 @@ def op_files():
 
 
 def ops_that_test(mutation):
-    """The op files whose tables come by this line: its own, or those that use a function of a shared header."""
-    own = pathlib.Path(mutation.file).stem
-    if own in op_files():
-        return [own]
+    """The op files whose tables come by this line: its own, those that include it by name, or those that use a function
+    of a shared header."""
+    own = pathlib.Path(mutation.file)
+    if own.stem in op_files():
+        return [own.stem]
+    if own.name != "vec.cuh":
+        return [op for op in op_files() if f'"{own.name}"' in (ROOT / "kernels" / f"{op}.cuh").read_text()]
     functions = set(re.findall(r"\b(\w+)\(", mutation.text)) & {"block_sum", "block_max"}
     users = [op for op in op_files()
              if any(f"{name}(" in (ROOT / "kernels" / f"{op}.cuh").read_text() for name in functions)]
@@ -206,12 +210,12 @@ int main()
 
 def try_op(builder, mutation):
     """What noticed, or None."""
-    for op in ops_that_test(mutation):
-        program = op_program(builder, op)
-        for checked in (True, False):
-            for precision in PRECISIONS:
+    precisions = PRECISIONS[::-1] if "mma" in mutation.file else PRECISIONS
+    for checked in (True, False):
+        for op in ops_that_test(mutation):
+            for precision in precisions:
                 output = WORK / f"op_{'check' if checked else 'emu'}"
-                error = builder.build(program, output, [f"-DPREC_{precision.upper()}"], checked)
+                error = builder.build(op_program(builder, op), output, ["-O1", f"-DPREC_{precision.upper()}"], checked)
                 if error:
                     return f"does not compile: {error.splitlines()[0]}"
                 for seed in [0] if checked else PLAIN_SEEDS:
@@ -244,29 +248,33 @@ def prepare_data():
 
 BASE = ["-m", WORK / "model", "--from-scratch", "-d", WORK / "data", "-t", 16, "-l", 1e-3, "--hash-every", 1,
         "--sample-tokens", 0]
-LAYOUTS = [                                  # name, ranks, flags, resumed with more steps
-    ("stage 2, 2 ranks", 2, ["-z", 2, "-b", 1, "-g", 2, "-n", 3, "--eval-every", 2, "-v", WORK / "data"], False),
-    ("stage 1, 2 ranks", 2, ["-z", 1, "-b", 1, "-g", 2, "-n", 3], False),
-    ("stage 0, 2 ranks", 2, ["-z", 0, "-b", 1, "-g", 2, "-n", 3], False),
-    ("stage 2, saved and resumed", 2, ["-z", 2, "-b", 1, "-g", 1, "-n", 2, "--save-every", 1], True),
-    ("stage 0, 1 rank, sampled", 1, ["-z", 0, "-b", 2, "-g", 2, "-n", 4], False),
+# Name, precision, ranks, flags. "resumed": run again from its checkpoint, with more steps.
+LAYOUTS = [
+    ("stage 2", "fp32", 2, ["-z", 2, "-b", 1, "-g", 2, "-n", 3, "--eval-every", 2, "-v", WORK / "data"]),
+    ("stage 3", "fp32", 2, ["-z", 3, "-b", 1, "-g", 2, "-n", 3, "--reduce-bucket", 1]),
+    ("stage 1", "fp32", 2, ["-z", 1, "-b", 1, "-g", 2, "-n", 3]),
+    ("stage 0", "fp32", 2, ["-z", 0, "-b", 1, "-g", 2, "-n", 3]),
+    ("stage 2, resumed", "fp32", 2, ["-z", 2, "-b", 1, "-g", 1, "-n", 2, "--save-every", 1]),
+    ("one rank", "fp32", 1, ["-z", 0, "-b", 2, "-g", 2, "-n", 4]),
+    ("stage 3, resumed", "bf16", 2, ["-z", 3, "-b", 1, "-g", 1, "-n", 2, "--save-every", 1]),
 ]
 
 
 def train(program, layout, checked, seed):
     """Exit code, output, and what must be the same: steps of the run log without times."""
-    _, ranks, flags, resumes = layout
+    name, precision, ranks, flags = layout
+    resumes = "resumed" in name
     out = WORK / "run"
     shutil.rmtree(out, ignore_errors=True)
     command = ["mpirun", "-np", ranks, program] if ranks > 1 else [program]
     env = {"EMU_SEED": seed}
     if checked and resumes:
         env["EMU_SLOW_RANK"] = 1
-    code, text = run([*command, *BASE, *flags, "-o", out], **env)
+    code, text = run([*command, *BASE, *flags, "-p", precision, "-o", out], **env)
     if code == 0 and resumes:
         flags = [4 if flags[i - 1] == "-n" else flag for i, flag in enumerate(flags)]
-        code, more = run([*command, *[b for b in BASE if b != "--from-scratch"], *flags, "-o", out, "--resume", "auto"],
-                         **env)
+        base = [flag for flag in BASE if flag != "--from-scratch"]
+        code, more = run([*command, *base, *flags, "-p", precision, "-o", out, "--resume", "auto"], **env)
         text += more
     steps = []
     for log in sorted(out.glob("*.jsonl")):
@@ -276,19 +284,30 @@ def train(program, layout, checked, seed):
     return code, text, steps
 
 
+def build_program(builder, precision, checked):
+    output = WORK / f"train_gpt_{'check' if checked else 'emu'}_{precision}"
+    defines = ["-O0", f"-DPREC_{precision.upper()}", "-DPREC_MAIN", f"-DHAVE_{precision.upper()}"]
+    return output, builder.build("train_gpt.cu", output, defines, checked)
+
+
 def try_program(builder, mutation, wanted):
+    layouts = LAYOUTS
+    if "checkpoint" in mutation.file:        # what comes by the line first
+        layouts = sorted(LAYOUTS, key=lambda layout: "resumed" not in layout[0])
     for checked in (True, False):
-        output = WORK / f"train_gpt_{'check' if checked else 'emu'}"
-        error = builder.build("train_gpt.cu", output, ["-DPREC_FP32", "-DPREC_MAIN", "-DHAVE_FP32"], checked)
-        if error:
-            return f"does not compile: {error.splitlines()[0]}"
-        for layout in LAYOUTS:
-            for seed in [0] if checked else PLAIN_SEEDS[1:]:
-                code, text, steps = train(output, layout, checked, seed)
-                where = f"{layout[0]}, {'checked' if checked else 'plain'}, seed {seed}"
+        programs = {}
+        for layout in layouts:
+            name, precision = layout[:2]
+            if precision not in programs:
+                programs[precision], error = build_program(builder, precision, checked)
+                if error:
+                    return f"does not compile: {error.splitlines()[0]}"
+            for seed in [0] if checked else PLAIN_SEEDS[1:3]:
+                code, text, steps = train(programs[precision], layout, checked, seed)
+                where = f"{name} {precision}, {'checked' if checked else 'plain'}, seed {seed}"
                 if code != 0:
                     return f"{where}: {complaint(text)}"
-                if steps != wanted[layout[0]]:
+                if steps != wanted[name]:
                     return f"{where}: other losses or hashes"
     return None
 
@@ -297,13 +316,15 @@ def unmutated(builder):
     """What each layout gives as it is: the checked program and the plain one agree."""
     wanted = {}
     for checked in (True, False):
-        output = WORK / f"train_gpt_{'check' if checked else 'emu'}"
-        error = builder.build("train_gpt.cu", output, ["-DPREC_FP32", "-DPREC_MAIN", "-DHAVE_FP32"], checked)
-        assert error is None, error
-        for layout in LAYOUTS:
-            code, text, steps = train(output, layout, checked, 0 if checked else 1)
-            assert code == 0, f"{layout[0]} fails as it is: {text[-2000:]}"
-            assert steps and steps == wanted.setdefault(layout[0], steps), f"{layout[0]}: checked and plain differ"
+        for precision in PRECISIONS:
+            output, error = build_program(builder, precision, checked)
+            assert error is None, error
+            for layout in LAYOUTS:
+                if layout[1] != precision:
+                    continue
+                code, text, steps = train(output, layout, checked, 0 if checked else 1)
+                assert code == 0, f"{layout[0]} fails as it is: {text[-2000:]}"
+                assert steps and steps == wanted.setdefault(layout[0], steps), f"{layout[0]}: checked and plain differ"
     return wanted
 
 

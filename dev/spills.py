@@ -44,7 +44,8 @@ def write_table(path, kernels):
     names = demangled(sorted({name for name, _ in kernels}))
     lines = ["# Registers, shared memory and spills of every kernel", "",
              f"Made by `make kernel-table` with nvcc {version}. A cell is registers a thread / static shared bytes a",
-             "block / bytes spilled; shared memory that a launch asks for is not in it. Template arguments in brackets.", "",
+             "block / bytes spilled. Shared memory that a launch asks for is left out; template arguments in brackets.",
+             "",
              "| kernel | precision | " + " | ".join(archs) + " |", "|---|---|" + "---|" * len(archs)]
     for name, precision in sorted(kernels, key=lambda k: (names[k[0]], k[1])):
         row = kernels[name, precision]

@@ -69,8 +69,9 @@ def main():
         loss.item()                          # waits for the step
         times.append(time.perf_counter() - start)
     best = sorted(times[len(times) // 2:])[len(times) // 4]
-    print(f"torch {torch.__version__} {options.model} B={options.micro_batch} T={options.seq_len} | {1e3 * best:.1f} ms | "
-          f"{options.micro_batch * options.seq_len / best:.0f} tok/s")
+    toks = options.micro_batch * options.seq_len
+    print(f"torch {torch.__version__} {options.model} B={options.micro_batch} T={options.seq_len} | "
+          f"{1e3 * best:.1f} ms | {toks / best:.0f} tok/s")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-/* test_emu_checks.h: part of test_emu.cu in the checked build: one mistake of each kind that the checker reports, each in
- * a process of its own. A line that must be named carries its mistake's name in a comment at its end; the parent reads
- * them from this file. Then requests whose cost is known are counted. */
+/* test_emu_checks.h: part of test_emu.cu in the checked build: one mistake of each kind that the checker reports, each
+ * in a process of its own. A line that must be named carries its mistake's name in a comment at its end; the parent
+ * reads them from this file. Then requests whose cost is known are counted. */
 #include <cctype>
 #include <nccl.h>
 #include "kernels/cpu/emu_check.h"
@@ -19,7 +19,7 @@ static const struct { const char *name, *message; } checked_mistakes[] = {
     {"async_overwrites", "race on shared memory"}, {"streams_read", "race on device memory"},
     {"streams_write", "race on device memory"}, {"streams_overwrite", "race on device memory"},
     {"second_reader", "race on device memory"}, {"copy_unwaited", "race on device memory"},
-    {"event_too_early", "race on device memory"}, {"matmul_unwaited", "race on device memory"},
+    {"event_too_early", "race on device memory"}, {"event_unrecorded", "never recorded"}, {"matmul_unwaited", "race on device memory"},
     {"collective_unwaited", "race on device memory"}, {"pinned_refilled", "race on pinned memory"},
     {"pinned_memcpy", "race on pinned memory"}, {"pinned_read_early", "pinned memory"},
 };
@@ -206,6 +206,8 @@ static void stream_mistake(const char* name, Bench* e)
         CUDA_CHECK(cudaMemsetAsync(e->a, 0, 256, e->s));
         CUDA_CHECK(cudaStreamWaitEvent(e->t, e->event, 0));
         LAUNCH(read_kernel, 1, 64, 0, e->t, e->b, e->a, 0);
+    } else if (is("event_unrecorded")) {
+        CUDA_CHECK(cudaStreamWaitEvent(e->s, e->event, 0));
     } else if (is("freed_read")) {
         CUDA_CHECK(cudaFree(e->b));
         LAUNCH(double_kernel, 1, 64, 0, e->s, e->a, e->b, 64);

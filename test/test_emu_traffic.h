@@ -49,7 +49,7 @@ static void traffic_check(TrafficRun* run, const char* name, double cost_bytes)
     const double whole = sectors > 0 ? (double)ideal_sectors / (double)sectors : 1;
     const double conflicts = total.ideal_wavefronts > 0 ? (double)total.wavefronts / (double)total.ideal_wavefronts : 1;
     const bool ok = moved <= MOST_MOVED && whole >= LEAST_SECTORS && conflicts <= MOST_CONFLICTS;
-    printf("%s traffic %-24s moved %5.3f x cost, sectors %5.1f %% whole, conflicts %5.3f x, %.3f of what is asked for\n",
+    printf("%s traffic %-24s moved %5.3f x cost, sectors %5.1f %% whole, conflicts %5.3f x, %.3f of the asked\n",
            ok ? "ok" : "FAIL", name, moved, 100 * whole, conflicts,
            (double)moved_bytes / (double)(total.read_bytes + total.write_bytes));
     if (ok) run->num_passed++;
@@ -94,7 +94,8 @@ static void traffic_layernorm(TrafficRun* run)
     for (int which = 0; which < 3; which++) {
         floatX *a = traffic_tensor<floatX>(run, NC), *b = traffic_tensor<floatX>(run, NC);
         floatX *c = traffic_tensor<floatX>(run, NC), *d = traffic_tensor<floatX>(run, NC);
-        floatX *weight = traffic_tensor<floatX>(run, C, Reuse::SMALL), *bias = traffic_tensor<floatX>(run, C, Reuse::SMALL);
+        floatX* weight = traffic_tensor<floatX>(run, C, Reuse::SMALL);
+        floatX* bias = traffic_tensor<floatX>(run, C, Reuse::SMALL);
         float *mean = traffic_tensor<float>(run, N), *rstd = traffic_tensor<float>(run, N);
         if (which == 0)
             TRAFFIC(run, "layernorm_forward", 2 * NC * TRAFFIC_S,
@@ -103,7 +104,8 @@ static void traffic_layernorm(TrafficRun* run)
             TRAFFIC(run, "residual_layernorm", 4 * NC * TRAFFIC_S,
                     residual_layernorm_forward(a, b, mean, rstd, c, d, weight, bias, N, C, 1e-5f, nullptr));
         if (which == 2) {
-            float *dweight = traffic_tensor<float>(run, C, Reuse::SMALL), *dbias = traffic_tensor<float>(run, C, Reuse::SMALL);
+            float* dweight = traffic_tensor<float>(run, C, Reuse::SMALL);
+            float* dbias = traffic_tensor<float>(run, C, Reuse::SMALL);
             float* scratch = traffic_tensor<float>(run, layernorm_scratch_elems(C), Reuse::SMALL);
             TRAFFIC(run, "layernorm_backward", 4 * NC * TRAFFIC_S,
                     layernorm_backward(a, dweight, dbias, scratch, b, c, weight, mean, rstd, N, C, nullptr));

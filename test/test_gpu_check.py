@@ -9,8 +9,8 @@ from util import FULL, ROOT, binary, environment
 def test_dry_run():
     if not binary("emu").exists():
         pytest.skip("emu is not built")
-    done = subprocess.run(["scripts/gpu_check.sh", "--dry"], cwd=ROOT, env=environment(), capture_output=True, text=True,
-                          timeout=600)
+    done = subprocess.run(["scripts/gpu_check.sh", "--dry"], cwd=ROOT, env=environment(), capture_output=True,
+                          text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     table = (ROOT / "build" / "gpu_check" / "table.md").read_text()
     for name in ("build", "op tests fp32", "train d2", "train d3", "ceiling: gemm", "ceiling: copy"):

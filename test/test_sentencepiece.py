@@ -128,7 +128,7 @@ def test_choices(tmp_path, ranks, stage, micro_batch):
 
 @pytest.mark.parametrize("change,complaint", [
     ({"normalizer": {"type": "NFKC"}}, "NFKC"), ({"pre_tokenizer": {"type": "Whitespace"}}, "Whitespace"),
-    ({"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "first", "split": False}}, "U+2581")])
+    ({"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "first"}}, "U+2581")])
 def test_refused(change, complaint, tmp_path):
     model = small_model(tmp_path / "model")
     file = json.loads(trained("first").to_str())

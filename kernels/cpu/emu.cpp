@@ -102,8 +102,8 @@ void emu_die(const char* fmt, ...)
     va_end(args);
     unsigned long long seed = emu_options.seed;
     if (launch == nullptr) die("emulator: %s [seed %llu]", text, seed);
-    if (emu_current < 0) die("emulator: %s [kernel %s, block (%u,%u,%u), seed %llu]", text, launch->name, emu_block_idx.x,
-                         emu_block_idx.y, emu_block_idx.z, seed);
+    if (emu_current < 0) die("emulator: %s [kernel %s, block (%u,%u,%u), seed %llu]", text, launch->name,
+                             emu_block_idx.x, emu_block_idx.y, emu_block_idx.z, seed);
     uint3 t = threads[emu_current].idx;
     die("emulator: %s [kernel %s, block (%u,%u,%u), thread (%u,%u,%u), seed %llu]", text, launch->name,
         emu_block_idx.x, emu_block_idx.y, emu_block_idx.z, t.x, t.y, t.z, seed);

@@ -204,7 +204,10 @@ template <class T> EMU_UNCHECKED T emu_exchange(T* p, T v)
     EMU_UNCHECKED T atomicExch(T* p, T v) { return EMU_ATOMIC_SEEN(p), emu_exchange(p, v); }
 #define EMU_ATOMIC_INTEGER(T) \
     EMU_ATOMIC(T) \
-    EMU_UNCHECKED T atomicCAS(T* p, T compare, T v) { return EMU_ATOMIC_SEEN(p), emu_exchange(p, *p == compare ? v : *p); } \
+    EMU_UNCHECKED T atomicCAS(T* p, T compare, T v) \
+    { \
+        return EMU_ATOMIC_SEEN(p), emu_exchange(p, *p == compare ? v : *p); \
+    } \
     EMU_UNCHECKED T atomicMax(T* p, T v) { return EMU_ATOMIC_SEEN(p), emu_exchange(p, *p < v ? v : *p); } \
     EMU_UNCHECKED T atomicMin(T* p, T v) { return EMU_ATOMIC_SEEN(p), emu_exchange(p, v < *p ? v : *p); } \
     EMU_UNCHECKED T atomicOr(T* p, T v) { return EMU_ATOMIC_SEEN(p), emu_exchange(p, *p | v); } \

@@ -8,8 +8,8 @@
  *   host code that touches device memory, kernels that touch host memory
  * How: one clock, `now`, that ticks at each operation, block, barrier and __syncwarp. Every two bytes of memory have a
  * cell of 16: the last write and the last read, each as (clock, thread, place). Since blocks run one after another, the
- * clock alone says whether an access was of this barrier interval, this block, this operation or an older one; for older
- * ones `segments` gives the stream and the place in it, and a vector clock says whether that is ordered before now.
+ * clock alone says whether an access was of this barrier interval, this block, this operation or an older one; for
+ * older ones `segments` gives the stream and the place in it, and a vector clock whether that is ordered before now.
  * Not seen: accesses in library functions other than those in emu_libc.h; a race of two reads with a third party is
  * kept to one reader per warp, block and stream. EMU_COUNT=1: see emu_count.h. */
 #include <cstdio>

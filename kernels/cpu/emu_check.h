@@ -13,7 +13,7 @@ typedef struct EmuTraffic {
     uint64_t requests;                               // by warps
     uint64_t read_bytes, write_bytes;                // of requests: of the lanes of one, each different byte once
     uint64_t block_bytes, op_bytes;                  // each byte once per block (the L1 cache), per operation (the L2)
-    uint64_t sectors, ideal_sectors;                 // of 32 bytes, touched by requests; the fewest that could hold them
+    uint64_t sectors, ideal_sectors;                 // of 32 bytes, touched by requests; the fewest that would do
     uint64_t wavefronts, ideal_wavefronts;           // of shared memory: one per 128 bytes if no lanes share a bank
 } EmuTraffic;
 

@@ -1,6 +1,6 @@
-/* emu_count.h: part of emu_check.cpp: what the requests of warps cost. The n-th execution of one instruction by the lanes
- * of a warp is one request. Global memory moves sectors of 32 bytes; shared memory serves 128 bytes a wavefront, one word
- * of each bank. Counted are g++'s accesses: 16-byte ones must go through ld128 and st128, else they are four. No caches.
+/* emu_count.h: part of emu_check.cpp: what the requests of warps cost. The n-th execution of one instruction by the
+ * lanes of a warp is one request. Global memory moves sectors of 32 bytes; shared memory serves 128 bytes a wavefront,
+ * one word of each bank. Counted are g++'s accesses: 16-byte ones must go through ld128 and st128, else they are four.
  * EMU_COUNT=1 prints a table per kernel and source line when the program ends. */
 
 struct Request { uint64_t key; uint32_t block, lanes; uint64_t addr[32]; uint8_t bytes[32]; };
@@ -270,12 +270,14 @@ __attribute__((destructor)) static void count_print(void)
     for (size_t i = 0; i < num_lines; i++) {
         EmuTraffic t = lines[i].traffic;
         if (i == 0 || strcmp(lines[i].kernel, lines[i - 1].kernel) != 0) fprintf(stderr, "%s\n", lines[i].kernel);
-        while (i + 1 < num_lines && count_line_order(&lines[i], &lines[i + 1]) == 0) traffic_add(&t, &lines[++i].traffic);
+        while (i + 1 < num_lines && count_line_order(&lines[i], &lines[i + 1]) == 0)
+            traffic_add(&t, &lines[++i].traffic);
         bool shared = lines[i].kind >= 2;
         uint64_t cost = shared ? t.wavefronts : t.sectors, ideal = shared ? t.ideal_wavefronts : t.ideal_sectors;
+        unsigned long long bytes = t.read_bytes + t.write_bytes;
         fprintf(stderr, "  %-52s %-12s %9llu requests %11llu bytes %9llu %s, %.2f x ideal\n", lines[i].text,
-                kinds[lines[i].kind], (unsigned long long)t.requests, (unsigned long long)(t.read_bytes + t.write_bytes),
-                (unsigned long long)cost, shared ? "wavefronts" : "sectors", (double)cost / (double)(ideal ? ideal : 1));
+                kinds[lines[i].kind], (unsigned long long)t.requests, bytes, (unsigned long long)cost,
+                shared ? "wavefronts" : "sectors", (double)cost / (double)(ideal ? ideal : 1));
     }
     free(lines);
 }

@@ -533,6 +533,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream)
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int)
 {
     if (event->stream == nullptr) {
+        if (EMU_CHECKED) emu_die("cudaStreamWaitEvent on an event that was never recorded waits for nothing");
         fprintf(stderr, "emulator: warning: cudaStreamWaitEvent on an event that was never recorded does nothing\n");
         return cudaSuccess;
     }
