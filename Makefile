@@ -38,8 +38,8 @@ endif
 # ---- the three devices ------------------------------------------------------------------------------------------
 # SUPPORT: what stands in for the CUDA toolkit where there is none, kernels/cpu/NAME.cpp.
 ifeq ($(DEVICE),cpu)
-  PREC       ?= fp32
-  TEST_PRECS := fp32 bf16 fp16
+  PREC       ?= fp32 bf16 fp16
+  TEST_PRECS := $(PREC)
   COMPILE    := $(CXX) -x c++ -std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -ffp-contract=fast \
                 -fopenmp $(WARN) -DDEVICE_CPU -Ikernels/cpu -I. $(MPI_FLAGS)
   LINK       := $(CXX) -fopenmp

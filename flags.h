@@ -60,12 +60,19 @@
     F(SWITCH, raw_tokens,     0,  false,     0, 0, "shards are nanoGPT's headerless uint16 .bin") \
     F(INT,    device_mb,      0,  0,         0, INT64_MAX, "CPU and emulated builds: device memory budget in MiB; 0 = the machine's") \
     F(SWITCH, plan,           0,  false,     0, 0, "print the memory and wire plan and stop") \
+    F(SWITCH, auto_,          0,  false,     0, 0, "choose -z, -r, -b where not given: the fastest on paper that fits") \
+    F(TEXT,   gpu,            0,  "",        0, 0, "with --plan: for this GPU (h100, a100, l4, rtx 4090 ...)") \
     F(INT,    ranks,          0,  0,         0, 1 << 20, "with --plan: for so many ranks") \
     F(SWITCH, eval,           0,  false,     0, 0, "validate and stop") \
     F(TEXT,   generate,       0,  "",        0, 0, "continue this text and stop") \
+    F(TEXT,   prompts,        0,  "",        0, 0, "continue the prompts of this JSONL file (- = stdin), -b at a time, JSONL to stdout, and stop") \
     F(INT,    sample_tokens,  0,  128,       0, 1 << 20, "tokens to generate; also of the sample at the end of a run (0 = none)") \
     F(REAL,   temperature,    0,  0.8,       0, 100, "sampling temperature; 0 = greedy") \
     F(INT,    top_k,          0,  40,        0, 1 << 30, "sample among the k most likely tokens; 0 = all") \
+    F(REAL,   top_p,          0,  1.0,       0, 1, "sample among the likeliest tokens that reach this probability together") \
+    F(REAL,   repetition_penalty, 0, 1.0,    1e-3, 1e3, "logits of tokens that the text has are divided by it; 1 = off") \
+    F(TEXT,   stop,           0,  "",        0, 0, "tokens that end a text, ids or spellings with commas between (default: config.json's eos_token_id)") \
+    F(SWITCH, no_kv_cache,    0,  false,     0, 0, "generate without the key/value cache: the whole context for each token") \
     F(TEXT,   tokenizer,      0,  "",        0, 0, "tokenizer.json (default: the one of the model folder, else of the data folder)") \
     F(TEXT,   export_,        0,  "",        0, 0, "write the weights as an HF folder and stop") \
     F(SWITCH, version,        0,  false,     0, 0, "what this binary is built from and with") \
@@ -74,7 +81,7 @@
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
     "master grad-dtype state-dtype tp pp sp offload offload-dir momentum keep deterministic " \
-    "config bench report check-replicas timeout auto comm-dtype reduce fp32-tensors muon-lr profile " \
+    "config bench report check-replicas timeout comm-dtype reduce fp32-tensors muon-lr profile " \
     "tune repeat dropout"
 
 enum FlagKind { INT, REAL, TEXT, ONEOF, SWITCH };

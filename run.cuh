@@ -5,6 +5,7 @@
 #include "kernels/device.cuh"
 #include "data/loader.h"
 #include "data/tokenizer.h"
+#include "generate.cuh"
 #include "passes.cuh"
 #include "zero/checkpoint.h"
 
@@ -17,11 +18,15 @@
 
 enum { STEPS_IN_FLIGHT = 2 };      // the host enqueues step s + 1 before it reads the result of step s
 
+/* What may be traded for memory. */
+typedef struct Setting { int stage; Recompute recompute; int segment_layers; int B, G; } Setting;
+
 typedef struct Run {
     const Flags* flags;
     Comm comm;
     Device device;
     Model model;
+    Decoder decoder;               // of --generate and --prompts
     Zero zero;
     Plan plan;
     StepConfig config;
@@ -30,6 +35,7 @@ typedef struct Run {
     Loader *train, *val;
     char tokenizer_path[4096];     // empty: none
     int B, G, T;
+    Setting setting;
     size_t global_batch;           // B * G * R sequences
     size_t num_steps;              // where the run ends
     size_t step;                   // steps done, skipped ones included
@@ -57,10 +63,10 @@ static void batch_arithmetic(Run* run, int num_ranks)
         bool has_B = f->given[FLAG_micro_batch], has_G = f->given[FLAG_grad_accum];
         if (has_B && !has_G) G = f->batch / (B * R);
         if (!has_B) B = f->batch / (G * R);
-        ENSURE(
-            B * G * R == f->batch,
-            "--batch %lld is not %lld micro-batch x %lld micro-steps x %lld ranks = %lld sequences: change one of them",
-            (long long)f->batch, (long long)B, (long long)G, (long long)R, (long long)(B * G * R));
+        if (B * G * R != f->batch)
+            die_usage("--batch %lld is not %lld micro-batch x %lld micro-steps x %lld ranks = %lld sequences: "
+                      "change one of them",
+                      (long long)f->batch, (long long)B, (long long)G, (long long)R, (long long)(B * G * R));
     }
     run->B = (int)B;
     run->G = (int)G;
@@ -210,15 +216,15 @@ static size_t wire_bytes_per_step(const Run* run)
     return bytes.gradients + bytes.parameters + bytes.sums;
 }
 
-static void recompute_from_flag(Model* m, const char* value)
+static void recompute_from_flag(Setting* s, const char* value, int L)
 {
     static const struct { const char* name; Recompute level; } levels[] = {
         {"none", Recompute::NONE}, {"cheap", Recompute::CHEAP}, {"mlp", Recompute::MLP},
         {"attention", Recompute::ATTENTION}, {"block", Recompute::BLOCKS}};
-    m->segment_layers = 1;
+    s->segment_layers = 1;
     for (const auto& l : levels) {
         if (strcmp(value, l.name) != 0) continue;
-        m->recompute = l.level;
+        s->recompute = l.level;
         return;
     }
     char* end;
@@ -226,33 +232,61 @@ static void recompute_from_flag(Model* m, const char* value)
     if (*value == 0 || *end != 0 || k < 1)
         die_usage("-r %s: have none, cheap, mlp, attention, block, or a number K: every K-th block's input is kept",
                   value);
-    m->recompute = Recompute::BLOCKS;
-    m->segment_layers = k < m->config.L ? (int)k : m->config.L;
+    s->recompute = Recompute::BLOCKS;
+    s->segment_layers = k < L ? (int)k : L;
 }
 
-/* Plans memory: everything the run will hold. */
-static void plan_run(Run* run, bool training)
+/* Where each tensor lies, for this number of ranks. */
+static void place_tensors(Run* run)
 {
     Model* m = &run->model;
     model_tensors(&m->shard, &m->config, run->comm.num_ranks);
     m->resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
     for (int u = 0; u < m->shard.num_units; u++)
         m->resident[u] = u == unit_embed(&m->config) || u == unit_head(&m->config);
-    m->zero = &run->zero;
-    recompute_from_flag(m, run->flags->recompute);
-    model_visits(m);
+}
+
+/* Plans memory: everything the run will hold with its setting. */
+static void plan_run(Run* run, bool training)
+{
+    Model* m = &run->model;
     const Flags* f = run->flags;
-    ZeroConfig zero = {(int)f->zero, m->resident, run->G, training, f->overlap != 0, (size_t)f->persist_below,
+    const Setting* s = &run->setting;
+    m->zero = &run->zero;
+    m->recompute = s->recompute;
+    m->segment_layers = s->segment_layers;
+    model_visits(m);
+    ZeroConfig zero = {s->stage, m->resident, s->G, training, f->overlap != 0, (size_t)f->persist_below,
                        m->visits, m->num_visits, (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
-    model_plan(m, &run->plan, run->B, run->T, training);
+    bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
+    if (decodes) decoder_plan(&run->decoder, m, &run->plan, f->given[FLAG_prompts] ? s->B : 1, run->T);
+    else model_plan(m, &run->plan, s->B, run->T, training);
     for (int k = 0; k < 2; k++) {
-        plan_add(&run->plan, "batches", Place::HOST, &run->h_tokens[k], (size_t)run->B * run->T);
-        plan_add(&run->plan, "batches", Place::HOST, &run->h_targets[k], (size_t)run->B * run->T);
+        plan_add(&run->plan, "batches", Place::HOST, &run->h_tokens[k], (size_t)s->B * run->T);
+        plan_add(&run->plan, "batches", Place::HOST, &run->h_targets[k], (size_t)s->B * run->T);
     }
-    size_t loader_bytes = 2 * LOADER_SLOTS * (size_t)run->B * run->T * sizeof(int);
+    size_t loader_bytes = 2 * LOADER_SLOTS * (size_t)s->B * run->T * sizeof(int);
     plan_add_bytes(&run->plan, "batches read ahead", Place::HOST, loader_bytes * (run->has_val ? 2 : 1), nullptr);
     plan_add_bytes(&run->plan, "workspace of the matrix products", Place::DEVICE, matmul_workspace_bytes(), nullptr);
     plan_add_bytes(&run->plan, "communicator", Place::HOST, comm_workspace_bytes(&run->comm), nullptr);
     plan_add_bytes(&run->plan, "program and libraries", Place::HOST, resident_bytes(), nullptr);
+}
+
+/* What plan_run holds besides the plan itself. */
+static void plan_run_free(Run* run)
+{
+    buckets_free(&run->zero.grad_buckets);
+    buckets_free(&run->zero.param_buckets);
+    free(run->model.visits);
+    run->model.visits = nullptr;
+}
+
+/* The smallest of all ranks. */
+static size_t device_free_bytes(const Run* run)
+{
+    if (run->flags->gpu[0]) return (size_t)(0.94 * (double)run->device.memory_bytes);   // less the libraries' share
+    size_t free_bytes, total_bytes;
+    CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
+    return run->flags->plan ? free_bytes : (size_t)-comm_max_host(&run->comm, -(double)free_bytes);
 }

@@ -2,13 +2,13 @@
  *
  * data/error.h     ENSURE, die               data/tokens.h loader.h      shards and the batches made of them
  * flags.h          every option              data/tokenizer.h            text <-> tokens
- * run.cuh          a run and its set-up      data/run_log.h              log.jsonl
- * model.cuh        the models, one block     zero/stages.h               who keeps what, when it moves, the optimizer step
+ * run.cuh fit.cuh  a run and its set-up      data/run_log.h              log.jsonl
+ * model.cuh        the models, one block     zero/stages.h               who keeps what, when it moves, the step
  * passes.cuh       forward and backward      zero/checkpoint.h init.h    weights: read, written, made
  * generate.cuh     text from a model         kernels/device.cuh          the device
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
-#include "run.cuh"
+#include "fit.cuh"
 #include "generate.cuh"
 #include "zero/init.h"
 
@@ -26,11 +26,32 @@ void run_all_fp16(const Flags* f, Comm* comm, int argc, char** argv);
 #endif
 
 // ------------------------------------------------------------------------------------------------ what is printed
+/* Time of a step; with --plan also what other settings take, and whether this one fits. */
+static void print_estimate(const Run* run)
+{
+    if (run->comm.rank != 0) return;
+    const Setting* s = &run->setting;
+    Estimate e = setting_estimate(run, *s);
+    double flops = model_flops_per_token(&run->model.config, run->T) * s->B * s->G * run->T;
+    if (run->device.peak_flops > 0)
+        printf("time    %.3g Gflop per step and rank: about %.3g s at half of the peak, %.3g s on the wire, "
+               "%.3g tok/s\n", flops * 1e-9, e.compute_s, e.wire_s, run->global_batch * run->T / e.step_s);
+    if (!run->flags->plan) return;
+    size_t have_bytes = device_free_bytes(run);
+    recompute_print(run, stdout, have_bytes);
+    if (e.device_bytes <= have_bytes) {
+        printf("fits    %.1f of %.1f MiB\n", e.device_bytes / 1048576.0, have_bytes / 1048576.0);
+        return;
+    }
+    printf("does not fit: need %.1f MiB, have %.1f MiB. Change\n", e.device_bytes / 1048576.0, have_bytes / 1048576.0);
+    ladder_print(run, stdout, have_bytes);
+}
+
 static void print_start(Run* run, const char* model_name)
 {
     const Config* c = &run->model.config;
     const Flags* f = run->flags;
-    char buf[64];
+    char buf[64], level[16];
     SAY("train_gpt " VERSION " | %s, %s | %d rank%s, %d thread%s each", run->device.name, FLOATX_NAME,
         run->comm.num_ranks, run->comm.num_ranks > 1 ? "s" : "", run->device.num_threads,
         run->device.num_threads > 1 ? "s" : "");
@@ -55,14 +76,13 @@ static void print_start(Run* run, const char* model_name)
         run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
     WireBytes wire = zero_wire_bytes(&run->zero);
-    SAY("ZeRO    stage %lld: %.2f MiB sent per step and rank: gradients %.2f, parameters %.2f | %s\n",
-        (long long)f->zero, wire_bytes_per_step(run) / 1048576.0, wire.gradients / 1048576.0,
-        wire.parameters / 1048576.0, f->overlap ? "overlapped" : "not overlapped");
+    const char* collective = run->setting.stage == 0 ? "all-reduce" : "reduce-scatter";
+    SAY("ZeRO    stage %d, -r %s | %.2f MiB sent per step and rank: %s of gradients %.2f, all-gather of parameters "
+        "%.2f, all-reduce of sums %zu bytes | %s\n", run->setting.stage, recompute_name(run->setting, level),
+        wire_bytes_per_step(run) / 1048576.0, collective, wire.gradients / 1048576.0, wire.parameters / 1048576.0,
+        wire.sums, f->overlap ? "overlapped" : "not overlapped");
     if (run->comm.rank == 0) plan_print(&run->plan, stdout);
-    double flops = model_flops_per_token(c, run->T) * run->B * run->G * run->T;
-    if (run->device.peak_flops > 0)
-        SAY("time    %.3g Gflop per step and rank: about %.3g s at half of the peak\n", flops * 1e-9,
-            flops / (0.5 * run->device.peak_flops));
+    print_estimate(run);
     if (!f->out[0]) SAY("output  none (-o FOLDER keeps log and checkpoints)\n");
     fflush(stdout);
 }
@@ -350,25 +370,17 @@ static void resume(Run* run, const char* folder)
         SAY("        the global batch is %zu, was %zu\n", run->global_batch, state.global_batch);
 }
 
-/* Text from the model on rank 0; the others wait, or at stage 3 take part. Without a tokenizer nothing, or a refusal if
- * it was asked for. */
-static void say_sample(Run* run, const char* prompt)
+/* At the end of a run, where there is a tokenizer: what the model makes of the validation text's beginning. On rank 0;
+ * the others wait, or at stage 3 take part. */
+static void say_sample(Run* run)
 {
-    const Flags* f = run->flags;
-    if ((run->comm.rank == 0 || f->zero == 3) && run->tokenizer_path[0]) {
-        GenerateConfig config = {(int)f->sample_tokens, (int)f->top_k, f->temperature, (uint64_t)f->seed};
-        Tokenizer* tokenizer = tokenizer_open(run->tokenizer_path);
-        if (prompt != nullptr) {
-            generate_from_text(&run->model, tokenizer, prompt, config);
-        } else {
-            int num_ids = run->T < 16 ? run->T : 16;   // of the first validation window, which is rank 0's
-            loader_seek(run->val, 0);
-            loader_next(run->val, run->h_tokens[0], run->h_targets[0]);
-            if (f->zero == 3) comm_broadcast_host(&run->comm, run->h_tokens[0], num_ids * sizeof(int));
-            SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
-            generate_from_ids(&run->model, tokenizer, run->h_tokens[0], num_ids, config);
-        }
-        tokenizer_close(tokenizer);
+    if ((run->comm.rank == 0 || run->setting.stage == 3) && run->tokenizer_path[0]) {
+        int num_ids = run->T < 16 ? run->T : 16;   // of the first validation window, which is rank 0's
+        loader_seek(run->val, 0);
+        loader_next(run->val, run->h_tokens[0], run->h_targets[0]);
+        if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens[0], num_ids * sizeof(int));
+        SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
+        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids);
     }
     comm_barrier(&run->comm);
 }
@@ -410,11 +422,12 @@ static void refuse_what_is_not_there(const Flags* f)
         for (FlagIdx idx : {FLAG_loss_scale, FLAG_initial_scale_power, FLAG_loss_scale_window, FLAG_hysteresis,
                             FLAG_min_loss_scale, FLAG_consecutive_hysteresis})
             if (f->given[idx]) die_usage("%s is for -p fp16: leave it out", flag_long_name(&flag_rows[idx], name));
+    if (f->given[FLAG_gpu] && !f->plan) die_usage("--gpu goes with --plan; a run takes the GPU that is here");
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
     if (f->given[FLAG_epochs] && f->given[FLAG_steps])
         die_usage("-n and --epochs both say where the run ends: give one");
-    int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_export_];
-    if (modes > 1) die_usage("--plan, --eval, --generate and --export are different modes: give one");
+    int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_];
+    if (modes > 1) die_usage("--plan, --eval, --generate, --prompts and --export are different modes: give one");
 }
 
 /* Flags, files and plan: all that can be refused before anything is allocated. Returns the model's name; resume_path is
@@ -432,7 +445,12 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     run->T = f->seq_len > 0 ? (int)f->seq_len : context < 1024 ? context : 1024;
     ENSURE(run->T <= context, "-t %d is longer than the model's context of %d positions: lower it", run->T, context);
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
+    if (f->gpu[0]) device_imagine(&run->device, f->gpu);
     batch_arithmetic(run, run->comm.num_ranks);
+    place_tensors(run);
+    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G};
+    recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
+    if (f->auto_) setting_choose(run, device_free_bytes(run));
     if (run->train_set.num_files > 0) open_loaders(run);
     run->config = step_config(run);
     if (!f->plan) {
@@ -445,6 +463,14 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
 
 static void run_allocate(Run* run, const char* model_name, const char* resume_path)
 {
+    size_t need_bytes = plan_bytes(&run->plan, Place::DEVICE), have_bytes = device_free_bytes(run);
+    if (need_bytes > have_bytes) {
+        if (run->comm.rank == 0) {
+            fprintf(stderr, "need %.1f MiB, have %.1f MiB. Change\n", need_bytes / 1048576.0, have_bytes / 1048576.0);
+            ladder_print(run, stderr, have_bytes);
+        }
+        comm_barrier(&run->comm);
+    }
     plan_allocate(&run->plan);
     zero_start(&run->zero);
     model_start(&run->model);
@@ -472,10 +498,10 @@ static void run_free(Run* run)
                               run->step_ended[0], run->step_ended[1]})
         CUDA_CHECK(cudaEventDestroy(event));
     zero_free(&run->zero);
+    plan_run_free(run);
     plan_free(&run->plan);
     shard_free(&run->model.shard);
     free(run->model.resident);
-    free(run->model.visits);
     matmul_free();
 }
 
@@ -485,7 +511,7 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
     Run run_ = {}, *run = &run_;
     run->flags = f;
     run->comm = *comm;
-    bool generates = f->given[FLAG_generate], exports = f->given[FLAG_export_];
+    bool generates = f->given[FLAG_generate] || f->given[FLAG_prompts], exports = f->given[FLAG_export_];
     bool trains = !generates && !exports && !f->eval && !f->plan;
     char resume_path[4096];
     const char* model_name = run_prepare(run, trains, resume_path);
@@ -497,9 +523,10 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
         weights_export(&run->zero, f->export_, write_small_files, run);
         SAY("exported %s\n", f->export_);
     } else if (generates) {
-        ENSURE(run->tokenizer_path[0], "--generate needs a tokenizer.json: none in %s or %s; give --tokenizer FILE",
-               model_name, f->data);
-        say_sample(run, f->generate);
+        ENSURE(run->tokenizer_path[0] || f->given[FLAG_prompts],
+               "--generate needs a tokenizer.json: none in %s or %s; give --tokenizer FILE", model_name, f->data);
+        if (run->comm.rank == 0 || f->zero == 3)
+            generate(&run->model, f->no_kv_cache ? nullptr : &run->decoder, f, run->tokenizer_path);
     } else if (f->eval) {
         ENSURE(run->has_val, "--eval needs validation shards: no val_*.bin in %s; give --val", f->data);
         evaluate_and_say(run);
@@ -507,7 +534,7 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
         if (resume_path[0]) resume(run, resume_path);
         log_start(run, model_name);
         train(run);
-        if (run->has_val && f->sample_tokens > 0 && run->num_steps > 0) say_sample(run, nullptr);
+        if (run->has_val && f->sample_tokens > 0 && run->num_steps > 0) say_sample(run);
     }
     run_free(run);
     *comm = run->comm;
@@ -547,8 +574,7 @@ static decltype(run_all_fp32)* precision_find(const char* name)
         if (strcmp(p.name, name) == 0) return p.run_all;
         snprintf(have + strlen(have), sizeof have - strlen(have), " %s", p.name);
     }
-    die_usage("-p %s is not in this binary, have%s: the CPU build computes in fp32; others are built with make PREC=%s",
-              name, have, name);
+    die_usage("-p %s is not in this binary, have%s: build it in with make PREC='%s'", name, have, name);
 }
 
 int main(int argc, char** argv)

@@ -16,10 +16,10 @@ inline void (*die_abort)(int exit_code) = nullptr;   // takes all ranks down (MP
 
 #define FORMAT(a, b) __attribute__((format(printf, a, b)))
 
-/* A bad file is seen by all ranks at once. Rank 0 speaks first; the others give it half a second to end them. */
+/* A bad file is seen by all ranks at once. Rank 0 speaks first; the others give it two seconds to end them. */
 [[noreturn]] static inline void die_exit(int exit_code, const char* where, const char* fmt, va_list args)
 {
-    if (die_rank != 0) usleep(500 * 1000);
+    if (die_rank != 0) usleep(2000 * 1000);
     fflush(stdout);
     char line[4096];
     int used = die_num_ranks > 1 ? snprintf(line, sizeof line, "train_gpt: rank %d: ", die_rank)

@@ -5,6 +5,7 @@
 #pragma once
 #include <ctime>
 #include <sched.h>
+#include <strings.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -19,20 +20,31 @@
 typedef struct Device {
     char name[96];
     double peak_flops;        // of floatX per rank; 0 if not known
+    double memory_gbps, link_gbps;   // 0 if not known
     int num_threads;          // host threads per rank
     size_t memory_bytes;
 } Device;
 
-typedef struct { const char* name; double tensor16_tflops, fp32_tflops, memory_gbps, link_gbps; } GpuRow;
+typedef struct { const char* name; double tensor16_tflops, fp32_tflops, memory_gbps, link_gbps, memory_gb; } GpuRow;
 
-/* The first row whose name is in the card's. 16-bit tensor-core peak with fp32 accumulation, fp32 peak, memory, link.
- */
+/* The first row whose name is in the card's. 16-bit tensor-core peak with fp32 accumulation, fp32 peak, memory's
+ * bandwidth, link in one direction, memory. */
 static const GpuRow gpu_rows[] = {
-    {"GB200", 2500, 80, 8000, 900},     {"B200", 2250, 75, 8000, 900},     {"GH200", 989.4, 67, 4900, 450},
-    {"H200", 989.4, 67, 4800, 450},     {"H100 PCIe", 756, 51, 2000, 64},  {"H100", 989.4, 67, 3350, 450},
-    {"A100-SXM", 312, 19.5, 2039, 300}, {"A100", 312, 19.5, 1935, 32},     {"L40S", 362, 91.6, 864, 32},
-    {"L4", 121, 30.3, 300, 32},         {"A10G", 70, 31.5, 600, 32},       {"RTX 4090", 165.2, 82.6, 1008, 32},
-    {"RTX 3090", 71, 35.6, 936, 32},    {"RTX 5090", 209.5, 104.8, 1792, 64}};
+    {"GB200", 2500, 80, 8000, 900, 186},
+    {"B200", 2250, 75, 8000, 900, 180},
+    {"GH200", 989.4, 67, 4900, 450, 144},
+    {"H200", 989.4, 67, 4800, 450, 141},
+    {"H100 PCIe", 756, 51, 2000, 64, 80},
+    {"H100", 989.4, 67, 3350, 450, 80},
+    {"A100-SXM", 312, 19.5, 2039, 300, 80},
+    {"A100", 312, 19.5, 1935, 32, 80},
+    {"L40S", 362, 91.6, 864, 32, 48},
+    {"L4", 121, 30.3, 300, 32, 24},
+    {"A10G", 70, 31.5, 600, 32, 24},
+    {"RTX 4090", 165.2, 82.6, 1008, 32, 24},
+    {"RTX 3090", 71, 35.6, 936, 32, 24},
+    {"RTX 5090", 209.5, 104.8, 1792, 64, 32},
+};
 
 static double now_s(void)
 {
@@ -56,13 +68,13 @@ __attribute__((noinline)) static vf peak_loop(long repeats)
     return acc[0];
 }
 
-/* fp32 multiply-add peak of num_threads threads, in flop/s: the best of three runs of about 10 ms. */
+/* fp32 multiply-add peak of num_threads threads, in flop/s: the best of ten runs of about 5 ms. */
 static double cpu_peak_flops(int num_threads)
 {
-    const long repeats = 1000000;
+    const long repeats = 500000;
     double best_s = 1e30;
     volatile float sink = 0;
-    for (int run = 0; run < 3; run++) {
+    for (int run = 0; run < 10; run++) {
         double start = now_s();
         #pragma omp parallel num_threads(num_threads)
         {
@@ -96,6 +108,29 @@ static int host_threads(int host_num_ranks)
     return num_threads;
 }
 
+static void device_rate(Device* d, const GpuRow* row)
+{
+    d->peak_flops = (sizeof(floatX) == 2 ? row->tensor16_tflops : row->fp32_tflops) * 1e12;
+    d->memory_gbps = row->memory_gbps;
+    d->link_gbps = row->link_gbps;
+}
+
+/* A device that is not here, by its name in the table, for a plan. */
+static void device_imagine(Device* d, const char* name)
+{
+    for (const GpuRow& row : gpu_rows) {
+        if (strcasecmp(name, row.name) != 0) continue;
+        device_rate(d, &row);
+        d->memory_bytes = (size_t)(row.memory_gb * 1e9);
+        snprintf(d->name, sizeof d->name, "%s (not here: on paper)", row.name);
+        return;
+    }
+    char known[256] = "";
+    for (const GpuRow& row : gpu_rows)
+        snprintf(known + strlen(known), sizeof known - strlen(known), "%s%s", known[0] ? ", " : "", row.name);
+    die("--gpu %s is not in the table: have %s", name, known);
+}
+
 /* Takes the device of this host rank; refuses more ranks than GPUs and cards older than sm_80. budget_mb (0: none)
  * limits what a device that is not a GPU gives. */
 static void device_init(Device* d, int host_rank, int host_num_ranks, size_t budget_mb)
@@ -117,7 +152,7 @@ static void device_init(Device* d, int host_rank, int host_num_ranks, size_t bud
     snprintf(d->name, sizeof d->name, "%s", prop.name);
     for (const GpuRow& row : gpu_rows) {
         if (strstr(prop.name, row.name) == nullptr) continue;
-        d->peak_flops = (sizeof(floatX) == 2 ? row.tensor16_tflops : row.fp32_tflops) * 1e12;
+        device_rate(d, &row);
         break;
     }
 #elif defined(DEVICE_EMU)

@@ -70,19 +70,8 @@ def test_usage(good, flags, words, ranks):
     refused(2, *words, args=[*base, *flags], ranks=ranks)
 
 
-@pytest.mark.parametrize("flags,words", [
-    (["-z", 3], ["3"]),
-    (["-p", "bf16"], ["bf16"]),
-    (["-p", "fp16"], ["fp16"]),
-], ids=str)
-def test_not_there_yet(good, flags, words):
-    run = train_gpt(*args(good), *flags, ok=False)
-    assert run.code in (1, 2) and len(run.complaint) == 1
-    assert all(word in run.complaint[0] for word in words)
-
-
 def test_batch_arithmetic(good):
-    refused(1, "--batch", 7, args=args(good, **{"--batch": 7, "-b": 2}), ranks=2)
+    refused(2, "--batch", 7, args=args(good, **{"--batch": 7, "-b": 2}), ranks=2)
     run = train_gpt(*args(good, **{"--batch": 12, "-b": 2}), ranks=3, out=good / "run")
     assert run.log[0]["tokens"] == 12 * T
 

@@ -198,6 +198,18 @@ def test_precision(tmp_path, precision):
     assert_bits(runs[3], runs[2])
 
 
+def test_bf16_on_a_cpu(tmp_path):
+    """The CPU build's bf16, fp32 arithmetic on 16-bit storage, trains as the GPU's tensor cores and cuBLASLt do."""
+    args = [*start(tmp_path, steps=8), *batch(2)]
+    full = train_gpt(*args, ranks=2, device="cpu", out=tmp_path / "full")
+    half = train_gpt(*args, "-p", "bf16", "-z", 2, ranks=2, device="cpu", out=tmp_path / "half")
+    gpu = train_gpt(*args, "-p", "bf16", "-z", 2, ranks=2, **HALF, out=tmp_path / "gpu")
+    assert half.series("loss") != full.series("loss")
+    assert half.series("loss") == pytest.approx(full.series("loss"), rel=2e-3)
+    assert half.series("loss") == pytest.approx(gpu.series("loss"), rel=2e-3)
+    assert half.series("norm") == pytest.approx(gpu.series("norm"), rel=2e-2)
+
+
 def test_master_is_saved(tmp_path):
     """A checkpoint holds the fp32 master: 16-bit weights could not move by so little. Resumed, the same bits."""
     args = [*start(tmp_path, steps=6), *batch(2), "-p", "bf16", "-z", 3, "--save-every", 3]
@@ -293,7 +305,8 @@ def activations(run):
     return float(re.search(r"  activations +([\d.]+) MiB", run.out)[1])
 
 
-@pytest.mark.parametrize("precision,level", [("fp32", "attention"), ("bf16", "cheap"), ("bf16", "block"), ("fp16", "2")])
+@pytest.mark.parametrize("precision,level",
+                         [("fp32", "attention"), ("bf16", "cheap"), ("bf16", "block"), ("fp16", "2")])
 def test_recompute_on_a_device(tmp_path, precision, level):
     args = [*start(tmp_path, LLAMA, 3), *batch(2), "-p", precision, "-z", 3]
     reference = train_gpt(*args, ranks=2, **HALF, out=tmp_path / "none")
@@ -304,3 +317,71 @@ def test_llama_at_stage_3(tmp_path, device):
     one = train_gpt(*start(tmp_path, LLAMA, 8), "-b", 3, "-g", 3, device=device, out=tmp_path / "one")
     three = train_gpt(*start(tmp_path, LLAMA, 8), *batch(3), "-z", 3, ranks=3, device=device, out=tmp_path / "three")
     assert_close(three, one)
+
+
+# ---- the plan ----------------------------------------------------------------------------------------------------
+def plan_rows(out):
+    """{label: MiB} of device memory."""
+    block = out.split("device memory per rank\n")[1].split("host memory")[0]
+    return {label.strip(): float(mib) for label, mib in re.findall(r"  (.+?) +([\d.]+) MiB\n", block)}
+
+
+@pytest.mark.parametrize("stage,ranks", [(0, 1), (1, 4), (2, 4), (3, 8)])
+def test_zero_table(tmp_path, stage, ranks):
+    """The bytes of model states, by hand: gpt2-xl in fp32 with fp32 gradients, up to padding (less than 1 %)."""
+    rows = plan_rows(train_gpt("--plan", "-m", "gpt2-xl", "-z", stage, "--ranks", ranks, "-b", 1, "-t", 64).out)
+    L, C, V, T = 48, 1600, 50257, 1024
+    block, embed = 12 * C * C + 13 * C, (V + T) * C
+    params, mib = L * block + embed + 2 * C, 2**20
+    states = 8 * params / (ranks if stage > 0 else 1) / mib
+    assert rows["optimizer states"] == pytest.approx(states, rel=0.01)
+    if stage < 3:
+        assert rows["parameters"] == pytest.approx(4 * params / mib, rel=0.01)
+    else:
+        assert rows["parameters kept whole"] == pytest.approx(4 * embed / mib, rel=0.01)
+        assert rows["parameters, slice"] == pytest.approx(4 * L * block / ranks / mib, rel=0.01)
+        assert rows["parameters, ring of whole units"] == pytest.approx(4 * 2 * block / mib, rel=0.01)
+    if stage < 2:
+        assert rows["gradients"] == pytest.approx(4 * params / mib, rel=0.01)
+    else:
+        assert rows["gradients, slice"] == pytest.approx(4 * params / ranks / mib, rel=0.01)
+        assert rows["gradients, ring of whole units"] == pytest.approx(4 * 2 * block / mib, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_wire_within_the_table(tmp_path, stage, micro_steps):
+    """At most the elements of SEMANTICS' table times (R-1)/R, padding aside."""
+    out = train_gpt("--plan", "-m", "d8", "-z", stage, "--ranks", 8, "-g", micro_steps).out
+    grads, params = map(float, re.search(r"of gradients ([\d.]+), all-gather of parameters ([\d.]+)", out).groups())
+    psi = float(re.search(r"([\d.]+)M parameters", out)[1]) * 1e6 * 4 * 7 / 8 / 2**20
+    at_most = {0: (2, 0), 1: (1, 1), 2: (micro_steps, 1), 3: (micro_steps, 2 * micro_steps)}[stage]
+    assert 0 < grads <= at_most[0] * psi * 1.01 and params <= at_most[1] * psi * 1.01
+
+
+def test_plan_for_a_gpu(tmp_path):
+    """512 H100: figures for a machine that is not here; what does not fit is told what to change."""
+    out = train_gpt("--plan", "-m", "llama3-8b", "--gpu", "h100", "--ranks", 512, "-z", 3, "-b", 1, "-t", 2048).out
+    assert "H100" in out and "512 ranks" in out and "s a step" in out and re.search(r"^fits ", out, re.M)
+    out = train_gpt("--plan", "-m", "llama3-8b", "--gpu", "h100", "--ranks", 8, "-b", 4, "-t", 2048).out
+    ladder = out.split("does not fit")[1]
+    assert ladder.index("-z 1") < ladder.index("-z 2") < ladder.index("-z 3") < ladder.index("-r cheap") and "fits" in ladder
+    refused = train_gpt("--plan", "-m", "d4", "--gpu", "h1000", ok=False)
+    assert "A100" in refused.complaint[0]
+
+
+def test_budget_between_the_stages(tmp_path):
+    """Where stage 2 is refused with the ladder, stage 3 trains, with the same losses; --auto finds a setting."""
+    config = gpt2_config(97, 128, 16, L=8, NH=4)
+    args = [*start(tmp_path, config, 3), *batch(4, 1)]
+    free = train_gpt(*args, "-z", 2, ranks=4, out=tmp_path / "free")
+    need = {z: sum(v for k, v in plan_rows(train_gpt(*args, "-z", z, "--plan", "--ranks", 4).out).items() if k == "total")
+            for z in (2, 3)}
+    budget = int((need[2] + need[3]) / 2)
+    assert need[3] < budget < need[2]
+    run = {"ranks": 4, "ok": False}
+    refused = train_gpt(*args, "-z", 2, "--device-mb", budget, **run)
+    assert "need" in refused.complaint[0] and re.search(r"-z 3 -r none .* fits", refused.err)
+    assert_close(train_gpt(*args, "-z", 3, "--device-mb", budget, ranks=4, out=tmp_path / "three"), free)
+    chosen = train_gpt(*args, "--auto", "--device-mb", budget, ranks=4, out=tmp_path / "auto")
+    assert_close(chosen, free)

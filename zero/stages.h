@@ -243,8 +243,6 @@ static void zero_free(Zero* z)
     CUDA_CHECK(cudaStreamDestroy(z->compute));
     if (z->overlap)
         for (cudaStream_t stream : {z->reduce, z->gather}) CUDA_CHECK(cudaStreamDestroy(stream));
-    buckets_free(&z->grad_buckets);
-    buckets_free(&z->param_buckets);
     free(z->params_ready);
     free(z->unit_grads);
     free(z->unit_params);
@@ -375,7 +373,7 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
 }
 
 // -------------------------------------------------------------------------------------------------------- the step
-/* What this rank owns of unit u, in one launch. Padding between tensors goes along: its gradient is 0, so it stays 0. */
+/* What this rank owns of unit u, in one launch. Padding between tensors goes along: its gradient is 0, it stays 0. */
 static void unit_update(Zero* z, int u, AdamwConfig adamw)
 {
     Range owned = zero_owned(z, u);

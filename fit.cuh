@@ -1,0 +1,134 @@
+/* fit.cuh: settings tried on paper: what they need, about how long a step takes, what to change when the memory is too
+ * small. The estimate is that of a roof: matrix products at half of the peak, the optimizer at the memory's bandwidth,
+ * collectives at the link's; with overlap the longer of compute and wire counts. It ranks settings; it is no promise. */
+#pragma once
+#include "run.cuh"
+
+typedef struct Estimate { size_t device_bytes, wire_bytes; double compute_s, wire_s, step_s; } Estimate;
+
+static const char* recompute_name(Setting s, char (&buf)[16])
+{
+    static const char* const names[] = {"none", "cheap", "mlp", "attention", "block"};
+    if (s.recompute == Recompute::BLOCKS && s.segment_layers > 1) snprintf(buf, sizeof buf, "%d", s.segment_layers);
+    else snprintf(buf, sizeof buf, "%s", names[(int)s.recompute]);
+    return buf;
+}
+
+/* Floating-point operations per token that the level makes a second time: a product is 2 per weight. */
+static double recompute_flops_per_token(const Config* c, Setting s, int T)
+{
+    double Q = (double)config_dim(c, Dim::Q), QKV = (double)config_dim(c, Dim::QKV), C = c->C;
+    double fc = 2 * C * fc_width(c), attention = 2 * C * QKV + 2 * Q * T, rest = 2 * Q * C + 2.0 * c->F * C;
+    double block = s.recompute == Recompute::MLP ? fc : s.recompute == Recompute::ATTENTION ? fc + attention : 0;
+    if (s.recompute == Recompute::BLOCKS) block = fc + attention + rest;
+    int still_there = s.recompute == Recompute::BLOCKS ? (c->L - 1) % s.segment_layers + 1 : 1;
+    return block * (c->L - still_there);
+}
+
+/* The present run with another setting. */
+static Estimate setting_estimate(const Run* run, Setting s)
+{
+    Run* trial = (Run*)malloc_checked(sizeof(Run));
+    memcpy((void*)trial, (const void*)run, sizeof(Run));
+    trial->plan = Plan{};
+    trial->setting = s;
+    plan_run(trial, true);
+    const Device* d = &run->device;
+    const Config* c = &run->model.config;
+    WireBytes wire = zero_wire_bytes(&trial->zero);
+    Estimate e = {};
+    e.device_bytes = plan_bytes(&trial->plan, Place::DEVICE);
+    e.wire_bytes = wire.gradients + wire.parameters + wire.sums;
+    double flops = (model_flops_per_token(c, run->T) + recompute_flops_per_token(c, s, run->T)) * s.B * s.G * run->T;
+    double owned = (double)run->model.shard.num_elems / (s.stage > 0 ? run->comm.num_ranks : 1);
+    if (d->peak_flops > 0) e.compute_s = flops / (0.5 * d->peak_flops);
+    if (d->memory_gbps > 0) e.compute_s += owned * (sizeof(floatX) < 4 ? 30 : 28) / (d->memory_gbps * 1e9);
+    if (d->link_gbps > 0) e.wire_s = (double)e.wire_bytes / (d->link_gbps * 1e9);
+    e.step_s = run->flags->overlap && e.compute_s > e.wire_s ? e.compute_s : e.wire_s;
+    if (!run->flags->overlap) e.step_s = e.compute_s + e.wire_s;
+    plan_run_free(trial);
+    free(trial);
+    return e;
+}
+
+/* The next lower micro-batch that keeps the global batch. */
+static bool lower_micro_batch(Setting* s)
+{
+    int per_rank = s->B * s->G;
+    for (int B = s->B - 1; B >= 1; B--) {
+        if (per_rank % B != 0) continue;
+        s->B = B;
+        s->G = per_rank / B;
+        return true;
+    }
+    return false;
+}
+
+static void rung_print(const Run* run, FILE* f, Setting s, size_t have_bytes, Estimate e)
+{
+    char level[16];
+    fprintf(f, "  -z %d -r %-9s -b %-4d -g %-4d %12.1f MiB  %-5s", s.stage, recompute_name(s, level), s.B, s.G,
+            e.device_bytes / 1048576.0, e.device_bytes <= have_bytes ? "fits" : "");
+    if (e.step_s > 0) fprintf(f, "  %.3g s a step", e.step_s);
+    fprintf(f, "\n");
+}
+
+/* The next rung down: stage, recomputation, micro-batch. Each keeps those before it. */
+static bool rung_next(const Run* run, Setting* s)
+{
+    if (s->stage < 3 && run->comm.num_ranks > 1) { s->stage++; return true; }
+    if (s->recompute != Recompute::BLOCKS) { s->recompute = (Recompute)((int)s->recompute + 1); return true; }
+    return lower_micro_batch(s);
+}
+
+/* What to change, in order, to come below have_bytes; ends with the first that fits. */
+static void ladder_print(const Run* run, FILE* f, size_t have_bytes)
+{
+    if (sizeof(floatX) == 4) fprintf(f, "  -p bf16, if the build has it: halves parameters and activations; else in order\n");
+    Setting s = run->setting;
+    while (rung_next(run, &s)) {
+        Estimate e = setting_estimate(run, s);
+        rung_print(run, f, s, have_bytes, e);
+        if (e.device_bytes <= have_bytes) return;
+    }
+    fprintf(f, "  none of these fits: lower -t, raise the number of ranks, or take a smaller model\n");
+}
+
+/* --auto: of what was not given, the setting with the shortest estimate that fits. */
+static void setting_choose(Run* run, size_t have_bytes)
+{
+    const Flags* f = run->flags;
+    Setting best = run->setting;
+    double best_s = INFINITY;
+    for (int stage = 0; stage <= 3; stage++) {
+        if (f->given[FLAG_zero] ? stage != run->setting.stage : stage > 0 && run->comm.num_ranks == 1) continue;
+        for (int level = 0; level <= (int)Recompute::BLOCKS; level++) {
+            if (f->given[FLAG_recompute] && level != (int)run->setting.recompute) continue;
+            Setting s = run->setting;
+            s.stage = stage;
+            s.recompute = (Recompute)level;
+            do {
+                Estimate e = setting_estimate(run, s);
+                double cost = e.step_s + 1e-9 * (stage + level) + 1e-4 * e.step_s * s.G;   // ties: the simplest
+                if (e.device_bytes <= have_bytes && cost < best_s) { best_s = cost; best = s; }
+            } while (!f->given[FLAG_micro_batch] && lower_micro_batch(&s));
+        }
+    }
+    ENSURE(best_s < INFINITY, "--auto: no stage, recomputation and micro-batch fits into %.1f MiB: lower -t, raise the "
+           "number of ranks, or take a smaller model", have_bytes / 1048576.0);
+    run->setting = best;
+    run->B = best.B;
+    run->G = best.G;
+}
+
+/* What each level of recomputation would take. */
+static void recompute_print(const Run* run, FILE* f, size_t have_bytes)
+{
+    fprintf(f, "with other levels of recomputation\n");
+    for (int level = 0; level <= (int)Recompute::BLOCKS; level++) {
+        Setting s = run->setting;
+        s.recompute = (Recompute)level;
+        s.segment_layers = 1;
+        rung_print(run, f, s, have_bytes, setting_estimate(run, s));
+    }
+}
