@@ -65,9 +65,14 @@
     F(INT,    ranks,          0,  0,         0, 1 << 20, "with --plan: for so many ranks") \
     F(SWITCH, eval,           0,  false,     0, 0, "validate and stop") \
     F(TEXT,   generate,       0,  "",        0, 0, "continue this text and stop") \
+    F(TEXT,   prompts,        0,  "",        0, 0, "continue the prompts of this JSONL file (- = stdin), -b at a time, JSONL to stdout, and stop") \
     F(INT,    sample_tokens,  0,  128,       0, 1 << 20, "tokens to generate; also of the sample at the end of a run (0 = none)") \
     F(REAL,   temperature,    0,  0.8,       0, 100, "sampling temperature; 0 = greedy") \
     F(INT,    top_k,          0,  40,        0, 1 << 30, "sample among the k most likely tokens; 0 = all") \
+    F(REAL,   top_p,          0,  1.0,       0, 1, "sample among the likeliest tokens that reach this probability together") \
+    F(REAL,   repetition_penalty, 0, 1.0,    1e-3, 1e3, "logits of tokens that the text has are divided by it; 1 = off") \
+    F(TEXT,   stop,           0,  "",        0, 0, "tokens that end a text, ids or spellings with commas between (default: config.json's eos_token_id)") \
+    F(SWITCH, no_kv_cache,    0,  false,     0, 0, "generate without the key/value cache: the whole context for each token") \
     F(TEXT,   tokenizer,      0,  "",        0, 0, "tokenizer.json (default: the one of the model folder, else of the data folder)") \
     F(TEXT,   export_,        0,  "",        0, 0, "write the weights as an HF folder and stop") \
     F(SWITCH, version,        0,  false,     0, 0, "what this binary is built from and with") \

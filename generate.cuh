@@ -1,13 +1,133 @@
-/* generate.cuh: text from a model, one token after another. The whole context runs through the model for each token (no
- * key/value cache yet): meant for a look at a run, not for serving. Runs on rank 0; at stage 3, where its
- * parameters have to be gathered, on all ranks alike.
- * Random numbers come from a counter, mix64 of seed and position, so a sample can be repeated. */
+/* generate.cuh: text from a model. Prompts are continued many at a time: a sequence that ends makes room for the next
+ * (continuous batching), and a step of the decoder takes one token of each running sequence together with pieces of
+ * prompts, up to DECODER_ROWS rows. Keys and values of past tokens stay in a cache that the plan holds.
+ *
+ *   Decoder      the model's forward on rows of any sequences, with the cache; buffers of one layer only
+ *   sampling     repetition penalty, temperature, top-k, top-p in this order; random numbers from a counter, mix64 of
+ *                seed and position, so that a text depends on its prompt and seed, not on what runs beside it
+ *   Prompt       one request and its text so far; read from a line of JSON, written as one
+ *   generate_*   the loops
+ *
+ * A text that fills the context goes on from its second half. Without the cache (--no-kv-cache, and the sample at the
+ * end of a run) each token runs the whole context through model_forward, and the context slides.
+ * At stage 3 all ranks run the same steps, since parameters are gathered by all; else rank 0 runs alone. */
 #pragma once
 #include "data/tokenizer.h"
+#include "flags.h"
+#include "kernels/attention_cached.cuh"
 #include "passes.cuh"
 #include "zero/init.h"
 
-typedef struct { int num_tokens, top_k; double temperature; uint64_t seed; } GenerateConfig;
+enum { DECODER_ROWS = 256 };
+
+// --------------------------------------------------------------------------------------------------------- Decoder
+typedef struct Decoder {
+    Model* model;
+    int num_slots, T;               // sequences at once, places of each in the cache
+    int rows;                       // at once
+    floatX *keys, *values;          // (L,num_slots,NKV,T,HS)
+    floatX *residual, *norm, *att, *qkv, *fc, *fc_act;   // (rows, C C Q QKV FC F), of one layer
+    float *mean, *rstd;             // (rows)
+    int *slots, *positions;         // (rows)
+    int *h_tokens, *h_slots, *h_positions;   // (rows) pinned
+    floatX* h_logits;               // (num_slots,VP) pinned
+} Decoder;
+
+/* Matrix products take a power of two of rows, the last ones idle: each number of rows is a plan of cuBLASLt's. */
+static int decoder_padded(int N)
+{
+    int rows = 1;
+    while (rows < N) rows *= 2;
+    return rows;
+}
+
+/* Instead of model_plan: what the decoder needs, and what it shares with the model. */
+static void decoder_plan(Decoder* d, Model* m, Plan* plan, int num_slots, int T)
+{
+    const Config* c = &m->config;
+    *d = Decoder{};
+    d->model = m;
+    d->num_slots = num_slots;
+    d->T = m->T = T;
+    m->B = 1;
+    d->rows = decoder_padded(num_slots > DECODER_ROWS ? num_slots : DECODER_ROWS);
+    size_t R = d->rows, C = c->C, cache = (size_t)c->L * num_slots * T * config_dim(c, Dim::KV);
+    const Place D = Place::DEVICE, H = Place::HOST;
+    const char* label = "activations";
+    for (floatX** p : {&d->keys, &d->values}) plan_add(plan, "key/value cache", D, p, cache);
+    for (floatX** p : {&d->residual, &d->norm, &m->branch}) plan_add(plan, label, D, p, R * C);
+    plan_add(plan, label, D, &m->norm_f, 2 * R * C);                 // the head's padding may stick out
+    plan_add(plan, label, D, &d->att, R * config_dim(c, Dim::Q));
+    plan_add(plan, label, D, &d->qkv, R * config_dim(c, Dim::QKV));
+    plan_add(plan, label, D, &d->fc, R * fc_width(c));
+    plan_add(plan, label, D, &d->fc_act, R * c->F);
+    for (float** p : {&d->mean, &d->rstd}) plan_add(plan, label, D, p, R);
+    if (is_llama(m)) plan_add(plan, "rotary table", D, &m->rope, (size_t)T * c->HS);
+    plan_add(plan, "logits", D, &m->logits, (size_t)decoder_padded(num_slots) * c->VP);
+    for (int** p : {&m->tokens, &d->slots, &d->positions}) plan_add(plan, "tokens", D, p, R);
+    for (int** p : {&d->h_tokens, &d->h_slots, &d->h_positions}) plan_add(plan, "tokens", H, p, R);
+    plan_add(plan, "logits", H, &d->h_logits, (size_t)num_slots * c->VP);
+}
+
+static void decoder_block(Decoder* d, int layer, int N)
+{
+    Model* m = d->model;
+    const Config* c = &m->config;
+    cudaStream_t stream = m->zero->compute;
+    int Q = (int)config_dim(c, Dim::Q), QKV = (int)config_dim(c, Dim::QKV), unit = unit_block(c, layer);
+    int P = decoder_padded(N);
+    size_t cache = (size_t)layer * d->num_slots * d->T * config_dim(c, Dim::KV);
+    norm_forward(m, unit, NORM_1_WEIGHT, d->residual, d->norm, d->mean, d->rstd, 0, d->residual,
+                 layer == 0 ? nullptr : m->branch, N);
+    linear_forward(m, unit, QKV_WEIGHT, d->qkv, d->norm, P, c->C, QKV);
+    if (is_llama(m))
+        rope_forward(d->qkv, m->rope, d->positions, N, d->T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
+    attention_cached(d->att, d->keys + cache, d->values + cache, d->qkv, d->slots, d->positions, N, d->T, c->NH, c->NKV,
+                     c->HS, 1.0f / sqrtf((float)c->HS), stream);
+    linear_forward(m, unit, PROJ_WEIGHT, m->branch, d->att, P, Q, c->C);
+    norm_forward(m, unit, NORM_2_WEIGHT, d->residual, d->norm, d->mean, d->rstd, 0, d->residual, m->branch, N);
+    linear_forward(m, unit, FC_WEIGHT, d->fc, d->norm, P, c->C, fc_width(c));
+    if (is_llama(m)) swiglu_forward(d->fc_act, d->fc, N, c->F, stream);
+    else gelu_forward(d->fc_act, d->fc, (size_t)N * c->F, c->gelu, stream);
+    linear_forward(m, unit, FCPROJ_WEIGHT, m->branch, d->fc_act, P, c->F, c->C);
+}
+
+/* The N rows of h_tokens, h_slots, h_positions through the model; logits of the rows wanted (num_wanted, ascending) to
+ * h_logits. Synchronises. */
+static void decoder_step(Decoder* d, int N, const int* wanted, int num_wanted)
+{
+    Model* m = d->model;
+    const Config* c = &m->config;
+    cudaStream_t stream = m->zero->compute;
+    int embed = unit_embed(c), head = unit_head(c);
+    const struct { int* device; const int* host; } copies[] = {
+        {m->tokens, d->h_tokens}, {d->slots, d->h_slots}, {d->positions, d->h_positions}};
+    for (const auto& copy : copies)
+        CUDA_CHECK(cudaMemcpyAsync(copy.device, copy.host, N * sizeof(int), cudaMemcpyHostToDevice, stream));
+    zero_params_begin(m->zero, embed);
+    embedding_at_forward(d->residual, m->tokens, d->positions, model_param(m, embed, WTE), model_param(m, embed, WPE),
+                         N, c->C, stream);
+    for (int layer = 0; layer < c->L; layer++) {
+        zero_params_begin(m->zero, unit_block(c, layer));
+        decoder_block(d, layer, N);
+    }
+    zero_params_begin(m->zero, head);
+    norm_forward(m, head, NORM_F_WEIGHT, d->residual, m->norm_f, d->mean, d->rstd, 0, d->residual, m->branch, N);
+    for (int i = 0, run; i < num_wanted; i += run) {                 // rows that follow each other go together
+        for (run = 1; i + run < num_wanted && wanted[i + run] == wanted[i] + run; ) run++;
+        head_forward(m, wanted[i], decoder_padded(run));
+        CUDA_CHECK(cudaMemcpyAsync(d->h_logits + (size_t)i * c->VP, m->logits, (size_t)run * c->VP * sizeof(floatX),
+                                   cudaMemcpyDeviceToHost, stream));
+    }
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+
+// -------------------------------------------------------------------------------------------------------- sampling
+typedef struct GenerateConfig {
+    int num_tokens, top_k;
+    double temperature, top_p, repetition_penalty;
+    uint64_t seed;
+} GenerateConfig;
 
 typedef struct { float logit; int id; } Candidate;
 
@@ -17,73 +137,436 @@ static int candidate_compare(const void* a, const void* b)
     return x < y ? 1 : x > y ? -1 : ((const Candidate*)a)->id - ((const Candidate*)b)->id;
 }
 
-/* One of the top_k (0: all) likeliest ids, with probability softmax(logits / temperature); temperature 0: the
- * likeliest. logits (V); u uniform in [0,1). */
+/* Logits of ids that the text has, each once: divided by the penalty where positive, multiplied where negative (Keskar
+ * et al. 2019, arXiv:1909.05858). */
+static void penalise_repetition(float* logits, int V, const int* ids, int num_ids, double penalty)
+{
+    if (penalty == 1) return;
+    bool* seen = (bool*)malloc_checked(V * sizeof *seen);
+    memset(seen, 0, V * sizeof *seen);
+    for (int i = 0; i < num_ids; i++) {
+        if (seen[ids[i]]) continue;
+        seen[ids[i]] = true;
+        float* x = &logits[ids[i]];
+        *x = (float)(*x > 0 ? *x / penalty : *x * penalty);
+    }
+    free(seen);
+}
+
+/* One of the top_k (0: all) likeliest ids, of which as many are left as reach top_p together, with probability
+ * softmax(logits / temperature); temperature 0: the likeliest. logits (V); u uniform in [0,1). */
 static int sample_token(const float* logits, int V, const GenerateConfig* config, double u)
 {
+    int best = 0;
+    for (int i = 1; i < V; i++) if (logits[i] > logits[best]) best = i;
+    if (config->temperature == 0 || config->top_k == 1) return best;
     Candidate* order = (Candidate*)malloc_checked(V * sizeof *order);
     for (int i = 0; i < V; i++) order[i] = Candidate{logits[i], i};
     qsort(order, V, sizeof *order, candidate_compare);
-    int k = config->temperature == 0 ? 1 : config->top_k > 0 && config->top_k < V ? config->top_k : V;
-    double total = 0, below = 0;
-    for (int i = 0; k > 1 && i < k; i++) total += exp((order[i].logit - order[0].logit) / config->temperature);
+    int k = config->top_k > 0 && config->top_k < V ? config->top_k : V, num_kept = 0;
+    double total = 0, kept = 0, below = 0;
+    for (int i = 0; i < k; i++) total += exp((order[i].logit - order[0].logit) / config->temperature);
+    while (num_kept < k && (num_kept == 0 || kept < config->top_p * total))
+        kept += exp((order[num_kept++].logit - order[0].logit) / config->temperature);
     int chosen = order[0].id;
-    for (int i = 0; k > 1 && i < k; i++) {
+    for (int i = 0; i < num_kept; i++) {
         chosen = order[i].id;
         below += exp((order[i].logit - order[0].logit) / config->temperature);
-        if (below > u * total) break;
+        if (below > u * kept) break;
     }
     free(order);
     return chosen;
 }
 
-/* The id after ids (num_ids): the last m->T of them are the context. h_logits (V) is a buffer. */
-static int next_token(Model* m, const int* ids, int num_ids, const GenerateConfig* config, float* h_logits)
+/* The id after ids (num_ids), from raw logits (V of floatX); changes h_logits (V). */
+static int next_from_logits(const floatX* raw, float* h_logits, int V, const int* ids, int num_ids,
+                            const GenerateConfig* config)
+{
+    for (int i = 0; i < V; i++) h_logits[i] = load_f(raw[i]);
+    penalise_repetition(h_logits, V, ids, num_ids, config->repetition_penalty);
+    double u = (double)(mix64(config->seed * GOLDEN_GAMMA + num_ids) >> 11) / 9007199254740992.0;
+    return sample_token(h_logits, V, config, u);
+}
+
+/* Without the cache: the last m->T of ids (num_ids) through the model; logits of the last row to raw (V). */
+static void logits_of_context(Model* m, const int* ids, int num_ids, floatX* raw)
 {
     cudaStream_t stream = m->zero->compute;
-    const Config* c = &m->config;
     int T = num_ids < m->T ? num_ids : m->T;
     CUDA_CHECK(cudaMemcpyAsync(m->tokens, ids + (num_ids - T), T * sizeof(int), cudaMemcpyHostToDevice, stream));
     model_forward(m, 1, T);
     head_forward(m, T - 1, 1);
-    floatX* raw = (floatX*)malloc_checked(c->V * sizeof(floatX));
-    CUDA_CHECK(cudaMemcpyAsync(raw, m->logits, c->V * sizeof(floatX), cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaMemcpyAsync(raw, m->logits, m->config.V * sizeof(floatX), cudaMemcpyDeviceToHost, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
-    for (int i = 0; i < c->V; i++) h_logits[i] = load_f(raw[i]);
-    free(raw);
-    double u = (double)(mix64(config->seed * GOLDEN_GAMMA + num_ids) >> 11) / 9007199254740992.0;
-    return sample_token(h_logits, c->V, config, u);
 }
 
-/* Prints the prompt and config.num_tokens more tokens as they come. */
-static void generate_from_ids(Model* m, const Tokenizer* tokenizer, const int* prompt, int num_prompt,
-                              GenerateConfig config)
+// ---------------------------------------------------------------------------------------------------------- Prompt
+enum class Finish { NOT_YET, STOP, LENGTH };
+
+typedef struct Prompt {
+    int idx;                        // its place in the input
+    GenerateConfig config;
+    bool wants_logits;              // of the first new token, in the output
+    int *ids, num_ids, num_prompt;
+    int context_first;              // ids[context_first] stands at position 0
+    int num_cached;                 // of the context
+    double begun_s, first_s;        // when it was taken up, and when it had its first token
+    float* first_logits;            // (V) if wanted
+    Finish finish;
+} Prompt;
+
+/* Everything a loop needs but the model. */
+typedef struct Generator {
+    Tokenizer* tokenizer;           // may be null if prompts are ids
+    GenerateConfig defaults;
+    bool* stops;                    // (V)
+    bool streams;                   // one prompt, printed as it grows
+    bool speaks;                    // this rank prints
+    FILE* input;                    // lines of JSON; null: the one prompt
+    const char* input_name;
+    int num_read;
+    // what is printed at the end
+    double start_s, sum_first_s;
+    size_t num_generated, num_done;
+} Generator;
+
+static double generate_now_s()
 {
-    int* ids = (int*)malloc_checked((num_prompt + config.num_tokens) * sizeof(int));
-    float* h_logits = (float*)malloc_checked(m->config.V * sizeof(float));
-    memcpy(ids, prompt, num_prompt * sizeof(int));
-    for (int i = 0; i < num_prompt + config.num_tokens; i++) {
-        if (i >= num_prompt) ids[i] = next_token(m, ids, i, &config, h_logits);
-        if (m->zero->comm->rank != 0) continue;
-        size_t length;
-        const char* text = tokenizer_token(tokenizer, ids[i], &length);
-        fwrite(text, 1, length, stdout);
-        fflush(stdout);
-    }
-    if (m->zero->comm->rank == 0) printf("\n");
-    free(h_logits);
-    free(ids);
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static void generate_from_text(Model* m, const Tokenizer* tokenizer, const char* prompt, GenerateConfig config)
+/* Takes ids (malloc'ed) over. */
+static void prompt_begin(Prompt* p, const Model* m, int* ids, size_t num_ids, const char* from)
 {
-    size_t num_ids;
-    int* ids = tokenizer_encode(tokenizer, prompt, strlen(prompt), &num_ids);
-    ENSURE(num_ids > 0, "--generate needs at least one character of text to continue");
+    ENSURE(num_ids > 0, "%s: needs at least one token to continue", from);
+    ENSURE(num_ids < 1u << 28, "%s: %zu tokens are too many", from, num_ids);
     for (size_t i = 0; i < num_ids; i++)
-        ENSURE(ids[i] < m->config.V,
-               "the tokenizer gives id %d, the model has %d: it is not this model's tokenizer; give --tokenizer",
-               ids[i], m->config.V);
-    generate_from_ids(m, tokenizer, ids, (int)num_ids, config);
-    free(ids);
+        ENSURE(ids[i] >= 0 && ids[i] < m->config.V,
+               "%s: token id %d, the model has %d: if the tokenizer is another model's, give --tokenizer", from, ids[i],
+               m->config.V);
+    p->ids = (int*)realloc(ids, (num_ids + p->config.num_tokens) * sizeof(int));
+    ENSURE(p->ids != nullptr, "out of host memory for %zu tokens", num_ids + p->config.num_tokens);
+    p->num_ids = p->num_prompt = (int)num_ids;
+    p->begun_s = generate_now_s();
+    if (p->config.num_tokens == 0 && !p->wants_logits) p->finish = Finish::LENGTH;
+}
+
+static int* ids_from_text(const Generator* g, const char* text, const char* from, size_t* num_ids)
+{
+    ENSURE(g->tokenizer != nullptr, "%s: text needs a tokenizer.json beside the model or the data, or --tokenizer",
+           from);
+    return tokenizer_encode(g->tokenizer, text, strlen(text), num_ids);
+}
+
+/* The next line: {"prompt": TEXT} or {"ids": [...]}, and what differs from the command line. False at the end. */
+static bool prompt_read(Prompt* p, const Model* m, Generator* g)
+{
+    char* line = nullptr;
+    size_t room = 0;
+    ssize_t length;
+    while ((length = getline(&line, &room, g->input)) > 0 && strspn(line, " \t\r\n") == (size_t)length) {}
+    if (length <= 0) {
+        free(line);
+        return false;
+    }
+    char from[4200];
+    snprintf(from, sizeof from, "%s, prompt %d", g->input_name, g->num_read);
+    cJSON* j = json_parse(line, (size_t)length, from);
+    *p = Prompt{};
+    p->idx = g->num_read++;
+    p->config = g->defaults;
+    p->config.num_tokens = (int)json_int_or(j, "max_tokens", p->config.num_tokens, 0, 1 << 20, from);
+    p->config.temperature = json_float_or(j, "temperature", p->config.temperature, 0, 100, from);
+    p->config.top_k = (int)json_int_or(j, "top_k", p->config.top_k, 0, 1 << 30, from);
+    p->config.top_p = json_float_or(j, "top_p", p->config.top_p, 0, 1, from);
+    p->config.repetition_penalty = json_float_or(j, "repetition_penalty", p->config.repetition_penalty, 1e-3, 1e3,
+                                                 from);
+    p->config.seed = (uint64_t)json_int_or(j, "seed", (long long)p->config.seed, 0, JSON_MAX_INT, from);
+    p->wants_logits = json_bool_or(j, "logits", false, from);
+    size_t num_ids = 0;
+    int* ids;
+    if (json_has(j, "ids")) {
+        const cJSON *list = json_array(j, "ids", from), *item;
+        ids = (int*)malloc_checked((cJSON_GetArraySize(list) + 1) * sizeof(int));
+        cJSON_ArrayForEach(item, list) ids[num_ids++] = (int)json_item_int(item, "ids", 0, m->config.V - 1, from);
+    } else {
+        ids = ids_from_text(g, json_string(j, "prompt", from), from, &num_ids);
+    }
+    prompt_begin(p, m, ids, num_ids, from);
+    cJSON_Delete(j);
+    free(line);
+    return true;
+}
+
+/* Bytes that are no UTF-8, as where a token has cut a character, become U+FFFD: JSON holds text. */
+static char* text_as_utf8(const char* text, size_t length)
+{
+    char *out = (char*)malloc_checked(3 * length + 1), *at = out;
+    for (size_t i = 0; i < length; ) {
+        unsigned char first = (unsigned char)text[i];
+        size_t n = first < 0x80 ? 1 : first >= 0xC2 && first < 0xE0 ? 2 : (first & 0xF0) == 0xE0 ? 3
+                   : first >= 0xF0 && first < 0xF5 ? 4 : 0;
+        bool good = n > 0 && i + n <= length;
+        for (size_t k = 1; good && k < n; k++) good = ((unsigned char)text[i + k] & 0xC0) == 0x80;
+        memcpy(at, good ? text + i : "\xEF\xBF\xBD", good ? n : 3);
+        at += good ? n : 3;
+        i += good ? n : 1;
+    }
+    *at = 0;
+    return out;
+}
+
+static void prompt_write(const Prompt* p, const Model* m, const Generator* g, double end_s)
+{
+    cJSON* j = json_new_object();
+    json_add_int(j, "index", p->idx);
+    if (g->tokenizer != nullptr) {
+        size_t length, begins;                       // the whole, so that it does not lose a space in the middle
+        char* text = tokenizer_decode(g->tokenizer, p->ids, p->num_ids, &length);
+        free(tokenizer_decode(g->tokenizer, p->ids, p->num_prompt, &begins));
+        char* valid = text_as_utf8(text + begins, length - begins);
+        json_add_string(j, "text", valid);
+        free(valid);
+        free(text);
+    }
+    cJSON* ids = json_add_array(j, "ids");
+    for (int i = p->num_prompt; i < p->num_ids; i++) cJSON_AddItemToArray(ids, cJSON_CreateNumber(p->ids[i]));
+    if (p->first_logits != nullptr) {
+        cJSON* logits = json_add_array(j, "logits");
+        for (int i = 0; i < m->config.V; i++) cJSON_AddItemToArray(logits, cJSON_CreateNumber(p->first_logits[i]));
+    }
+    json_add_string(j, "finish", p->finish == Finish::STOP ? "stop" : "length");
+    json_add_int(j, "prompt_tokens", p->num_prompt);
+    json_add_float(j, "first_token_ms", p->first_s > 0 ? (p->first_s - p->begun_s) * 1e3 : 0);
+    json_add_float(j, "tok_per_s", (p->num_ids - p->num_prompt) / (end_s - p->begun_s));
+    char* line = cJSON_PrintUnformatted(j);
+    ENSURE(line != nullptr, "out of host memory for a line of JSON");
+    printf("%s\n", line);
+    fflush(stdout);
+    cJSON_free(line);
+    cJSON_Delete(j);
+}
+
+static void print_token(const Generator* g, int id)
+{
+    size_t length;
+    const char* text = tokenizer_token(g->tokenizer, id, &length);
+    fwrite(text, 1, length, stdout);
+    fflush(stdout);
+}
+
+// ----------------------------------------------------------------------------------------------------------- loops
+/* What comes of the logits after the prompt's last id. */
+static void prompt_advance(Prompt* p, const Model* m, Generator* g, const floatX* raw, float* h_logits)
+{
+    int V = m->config.V;
+    if (p->wants_logits && p->first_logits == nullptr) {
+        p->first_logits = (float*)malloc_checked(V * sizeof(float));
+        for (int i = 0; i < V; i++) p->first_logits[i] = load_f(raw[i]);
+    }
+    if (p->num_ids - p->num_prompt < p->config.num_tokens) {
+        int id = next_from_logits(raw, h_logits, V, p->ids, p->num_ids, &p->config);
+        p->ids[p->num_ids++] = id;
+        g->num_generated++;
+        if (p->first_s == 0) p->first_s = generate_now_s();
+        if (g->stops[id]) p->finish = Finish::STOP;
+        if (g->streams && g->speaks && !g->stops[id]) print_token(g, id);
+    }
+    if (p->finish == Finish::NOT_YET && p->num_ids - p->num_prompt >= p->config.num_tokens) p->finish = Finish::LENGTH;
+}
+
+static void prompt_end(Prompt* p, const Model* m, Generator* g)
+{
+    if (g->speaks && !g->streams) prompt_write(p, m, g, generate_now_s());
+    if (g->speaks && g->streams) printf("\n");
+    if (p->first_s > 0) g->sum_first_s += p->first_s - p->begun_s;
+    g->num_done++;
+    free(p->ids);
+    free(p->first_logits);
+    p->ids = nullptr;
+    p->first_logits = nullptr;
+}
+
+/* Rows of prompt p into the step from row N on, at most up to `limit` rows. Returns how many. */
+static int decoder_add_rows(Decoder* d, Prompt* p, int slot, int N, int limit)
+{
+    if (p->num_ids - p->context_first > d->T) {
+        p->context_first = p->num_ids - (d->T + 1) / 2;              // the context is full: its second half goes on
+        p->num_cached = 0;
+    }
+    int num_rows = 0;
+    for (int at; N + num_rows < limit && (at = p->context_first + p->num_cached) < p->num_ids; num_rows++) {
+        d->h_tokens[N + num_rows] = p->ids[at];
+        d->h_slots[N + num_rows] = slot;
+        d->h_positions[N + num_rows] = p->num_cached++;
+    }
+    return num_rows;
+}
+
+/* All prompts, up to num_slots at once. `first`: already read, or null. */
+static void generate_cached(Decoder* d, Generator* g, Prompt* first)
+{
+    Model* m = d->model;
+    Prompt* prompts = (Prompt*)malloc_checked(d->num_slots * sizeof *prompts);      // by slot; free if ids is null
+    int* wanted = (int*)malloc_checked(d->num_slots * sizeof(int));
+    int* wanted_slots = (int*)malloc_checked(d->num_slots * sizeof(int));
+    float* h_logits = (float*)malloc_checked(m->config.V * sizeof(float));
+    memset(prompts, 0, d->num_slots * sizeof *prompts);
+    for (;;) {
+        int N = 0, num_wanted = 0, num_running = 0;
+        for (int slot = 0; slot < d->num_slots; slot++) {
+            Prompt* p = &prompts[slot];
+            while (p->ids == nullptr && (first != nullptr || (g->input != nullptr && prompt_read(p, m, g)))) {
+                if (first != nullptr) *p = *first;
+                first = nullptr;
+                if (p->finish != Finish::NOT_YET) prompt_end(p, m, g);
+            }
+            num_running += p->ids != nullptr;
+        }
+        if (num_running == 0) break;
+        for (int slot = 0; slot < d->num_slots; slot++) {
+            Prompt* p = &prompts[slot];
+            if (p->ids == nullptr) continue;
+            int later = --num_running;                               // each that follows has at least one row
+            N += decoder_add_rows(d, p, slot, N, d->rows - later);
+            if (p->context_first + p->num_cached < p->num_ids) continue;
+            wanted[num_wanted] = N - 1;
+            wanted_slots[num_wanted++] = slot;
+        }
+        decoder_step(d, N, wanted, num_wanted);
+        for (int i = 0; i < num_wanted; i++) {
+            Prompt* p = &prompts[wanted_slots[i]];
+            prompt_advance(p, m, g, d->h_logits + (size_t)i * m->config.VP, h_logits);
+            if (p->finish != Finish::NOT_YET) prompt_end(p, m, g);
+        }
+    }
+    free(h_logits);
+    free(wanted);
+    free(wanted_slots);
+    free(prompts);
+}
+
+/* All prompts, one after another, without the cache. */
+static void generate_uncached(Model* m, Generator* g, Prompt* first)
+{
+    floatX* raw = (floatX*)malloc_checked(m->config.V * sizeof(floatX));
+    float* h_logits = (float*)malloc_checked(m->config.V * sizeof(float));
+    Prompt p = {};
+    while (first != nullptr || (g->input != nullptr && prompt_read(&p, m, g))) {
+        if (first != nullptr) p = *first;
+        first = nullptr;
+        while (p.finish == Finish::NOT_YET) {
+            logits_of_context(m, p.ids, p.num_ids, raw);
+            prompt_advance(&p, m, g, raw, h_logits);
+        }
+        prompt_end(&p, m, g);
+    }
+    free(h_logits);
+    free(raw);
+}
+
+/* Without `decoder` no cache. The prompt's own text is printed first when it streams. */
+static void generate_all(Model* m, Decoder* decoder, Generator* g, Prompt* first)
+{
+    g->start_s = generate_now_s();
+    for (int i = 0; g->streams && g->speaks && i < first->num_prompt; i++) print_token(g, first->ids[i]);
+    if (decoder != nullptr) generate_cached(decoder, g, first);
+    else generate_uncached(m, g, first);
+}
+
+/* To stderr: stdout is the text. */
+static void generate_say(const Generator* g)
+{
+    double took_s = generate_now_s() - g->start_s;
+    if (!g->speaks || g->num_done == 0) return;
+    fprintf(stderr, "%zu token%s for %zu prompt%s in %.3f s: first token after %.1f ms on average, %.1f tok/s\n",
+            g->num_generated, g->num_generated == 1 ? "" : "s", g->num_done, g->num_done == 1 ? "" : "s", took_s,
+            g->sum_first_s / g->num_done * 1e3, g->num_generated / took_s);
+}
+
+/* stops (V): the ids and spellings of --stop, else eos_token_id of config.json. */
+static bool* generate_stops(const Config* c, const Tokenizer* tokenizer, const char* flag, bool given)
+{
+    bool* stops = (bool*)malloc_checked(c->V * sizeof(bool));
+    memset(stops, 0, c->V * sizeof(bool));
+    if (!given && c->hf_text != nullptr) {
+        cJSON* j = json_parse(c->hf_text, strlen(c->hf_text), "config.json");
+        const cJSON *eos = cJSON_GetObjectItemCaseSensitive(j, "eos_token_id"), *item = eos;
+        if (cJSON_IsArray(eos)) item = eos->child;
+        for (; item != nullptr; item = cJSON_IsArray(eos) ? item->next : nullptr)
+            if (cJSON_IsNumber(item) && item->valueint >= 0 && item->valueint < c->V) stops[item->valueint] = true;
+        cJSON_Delete(j);
+    }
+    while (given && *flag) {
+        size_t length = strcspn(flag, ",");
+        char word[256];
+        snprintf(word, sizeof word, "%.*s", (int)length, flag);
+        char* end;
+        long id = strtol(word, &end, 10);
+        if (*end != 0) id = tokenizer != nullptr ? tokenizer_find(tokenizer, word) : -1;
+        ENSURE(id >= 0 && id < c->V, "--stop: '%s' is neither a token's id below %d nor its spelling", word, c->V);
+        stops[id] = true;
+        flag += length + (flag[length] == ',');
+    }
+    return stops;
+}
+
+// ----------------------------------------------------------------------------------------------------------- modes
+/* What the flags say of generation, for one prompt or many. */
+static Generator generator_open(const Model* m, const Flags* f, const char* tokenizer_path)
+{
+    Generator g = {};
+    g.tokenizer = tokenizer_path[0] ? tokenizer_open(tokenizer_path) : nullptr;
+    g.defaults = GenerateConfig{(int)f->sample_tokens, (int)f->top_k, f->temperature, f->top_p, f->repetition_penalty,
+                                (uint64_t)f->seed};
+    g.stops = generate_stops(&m->config, g.tokenizer, f->stop, f->given[FLAG_stop]);
+    g.speaks = m->zero->comm->rank == 0;
+    return g;
+}
+
+static void generator_close(Generator* g)
+{
+    if (g->input != nullptr && g->input != stdin) fclose(g->input);
+    if (g->tokenizer != nullptr) tokenizer_close(g->tokenizer);
+    free(g->stops);
+}
+
+/* --generate and --prompts. decoder null: without the cache. */
+static void generate(Model* m, Decoder* decoder, const Flags* f, const char* tokenizer_path)
+{
+    Generator g = generator_open(m, f, tokenizer_path);
+    Prompt first = {};
+    if (f->given[FLAG_prompts]) {
+        bool from_stdin = strcmp(f->prompts, "-") == 0;
+        g.input_name = from_stdin ? "stdin" : f->prompts;
+        g.input = from_stdin ? stdin : fopen(f->prompts, "r");
+        ENSURE(g.input != nullptr, "--prompts %s: cannot be opened: %s", f->prompts, strerror(errno));
+        ENSURE(!from_stdin || f->zero < 3 || m->zero->comm->num_ranks == 1,
+               "--prompts -: at stage 3 every rank reads the prompts: give a file");
+    } else {
+        size_t num_ids;
+        int* ids = ids_from_text(&g, f->generate, "--generate", &num_ids);
+        g.streams = true;
+        first.config = g.defaults;
+        prompt_begin(&first, m, ids, num_ids, "--generate");
+    }
+    generate_all(m, decoder, &g, g.streams ? &first : nullptr);
+    generate_say(&g);
+    generator_close(&g);
+}
+
+/* Prints h_ids (num_ids) as text and what follows. */
+static void generate_sample(Model* m, const Flags* f, const char* tokenizer_path, const int* h_ids, int num_ids)
+{
+    Generator g = generator_open(m, f, tokenizer_path);
+    Prompt first = {};
+    int* ids = (int*)malloc_checked(num_ids * sizeof(int));
+    memcpy(ids, h_ids, num_ids * sizeof(int));
+    g.streams = true;
+    first.config = g.defaults;
+    prompt_begin(&first, m, ids, num_ids, "the sample");
+    generate_all(m, nullptr, &g, &first);
+    generator_close(&g);
 }

@@ -636,8 +636,8 @@ static void mlp_part(const Model* m, int unit, const Block* a, int N)
 }
 
 /* Block `layer` on B*T rows. The residual stream arrives in the residual of this block if it is there (the first block,
- * or one that is made again), else as residual_2 of the block below plus the branch. Leaves residual_2 and a new branch.
- */
+ * or one that is made again), else as residual_2 of the block below plus the branch. Leaves residual_2 and a new
+ * branch. */
 static void block_forward(Model* m, int layer, int B, int T, bool input_is_there)
 {
     const Config* c = &m->config;

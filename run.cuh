@@ -5,6 +5,7 @@
 #include "kernels/device.cuh"
 #include "data/loader.h"
 #include "data/tokenizer.h"
+#include "generate.cuh"
 #include "passes.cuh"
 #include "zero/checkpoint.h"
 
@@ -25,6 +26,7 @@ typedef struct Run {
     Comm comm;
     Device device;
     Model model;
+    Decoder decoder;               // of --generate and --prompts
     Zero zero;
     Plan plan;
     StepConfig config;
@@ -257,7 +259,9 @@ static void plan_run(Run* run, bool training)
     ZeroConfig zero = {s->stage, m->resident, s->G, training, f->overlap != 0, (size_t)f->persist_below,
                        m->visits, m->num_visits, (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
-    model_plan(m, &run->plan, s->B, run->T, training);
+    bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
+    if (decodes) decoder_plan(&run->decoder, m, &run->plan, f->given[FLAG_prompts] ? s->B : 1, run->T);
+    else model_plan(m, &run->plan, s->B, run->T, training);
     for (int k = 0; k < 2; k++) {
         plan_add(&run->plan, "batches", Place::HOST, &run->h_tokens[k], (size_t)s->B * run->T);
         plan_add(&run->plan, "batches", Place::HOST, &run->h_targets[k], (size_t)s->B * run->T);

@@ -370,25 +370,17 @@ static void resume(Run* run, const char* folder)
         SAY("        the global batch is %zu, was %zu\n", run->global_batch, state.global_batch);
 }
 
-/* Text from the model on rank 0; the others wait, or at stage 3 take part. Without a tokenizer nothing, or a refusal if
- * it was asked for. */
-static void say_sample(Run* run, const char* prompt)
+/* At the end of a run, where there is a tokenizer: what the model makes of the validation text's beginning. On rank 0;
+ * the others wait, or at stage 3 take part. */
+static void say_sample(Run* run)
 {
-    const Flags* f = run->flags;
     if ((run->comm.rank == 0 || run->setting.stage == 3) && run->tokenizer_path[0]) {
-        GenerateConfig config = {(int)f->sample_tokens, (int)f->top_k, f->temperature, (uint64_t)f->seed};
-        Tokenizer* tokenizer = tokenizer_open(run->tokenizer_path);
-        if (prompt != nullptr) {
-            generate_from_text(&run->model, tokenizer, prompt, config);
-        } else {
-            int num_ids = run->T < 16 ? run->T : 16;   // of the first validation window, which is rank 0's
-            loader_seek(run->val, 0);
-            loader_next(run->val, run->h_tokens[0], run->h_targets[0]);
-            if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens[0], num_ids * sizeof(int));
-            SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
-            generate_from_ids(&run->model, tokenizer, run->h_tokens[0], num_ids, config);
-        }
-        tokenizer_close(tokenizer);
+        int num_ids = run->T < 16 ? run->T : 16;   // of the first validation window, which is rank 0's
+        loader_seek(run->val, 0);
+        loader_next(run->val, run->h_tokens[0], run->h_targets[0]);
+        if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens[0], num_ids * sizeof(int));
+        SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
+        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids);
     }
     comm_barrier(&run->comm);
 }
@@ -434,8 +426,8 @@ static void refuse_what_is_not_there(const Flags* f)
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
     if (f->given[FLAG_epochs] && f->given[FLAG_steps])
         die_usage("-n and --epochs both say where the run ends: give one");
-    int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_export_];
-    if (modes > 1) die_usage("--plan, --eval, --generate and --export are different modes: give one");
+    int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_];
+    if (modes > 1) die_usage("--plan, --eval, --generate, --prompts and --export are different modes: give one");
 }
 
 /* Flags, files and plan: all that can be refused before anything is allocated. Returns the model's name; resume_path is
@@ -519,7 +511,7 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
     Run run_ = {}, *run = &run_;
     run->flags = f;
     run->comm = *comm;
-    bool generates = f->given[FLAG_generate], exports = f->given[FLAG_export_];
+    bool generates = f->given[FLAG_generate] || f->given[FLAG_prompts], exports = f->given[FLAG_export_];
     bool trains = !generates && !exports && !f->eval && !f->plan;
     char resume_path[4096];
     const char* model_name = run_prepare(run, trains, resume_path);
@@ -531,9 +523,10 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
         weights_export(&run->zero, f->export_, write_small_files, run);
         SAY("exported %s\n", f->export_);
     } else if (generates) {
-        ENSURE(run->tokenizer_path[0], "--generate needs a tokenizer.json: none in %s or %s; give --tokenizer FILE",
-               model_name, f->data);
-        say_sample(run, f->generate);
+        ENSURE(run->tokenizer_path[0] || f->given[FLAG_prompts],
+               "--generate needs a tokenizer.json: none in %s or %s; give --tokenizer FILE", model_name, f->data);
+        if (run->comm.rank == 0 || f->zero == 3)
+            generate(&run->model, f->no_kv_cache ? nullptr : &run->decoder, f, run->tokenizer_path);
     } else if (f->eval) {
         ENSURE(run->has_val, "--eval needs validation shards: no val_*.bin in %s; give --val", f->data);
         evaluate_and_say(run);
@@ -541,7 +534,7 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
         if (resume_path[0]) resume(run, resume_path);
         log_start(run, model_name);
         train(run);
-        if (run->has_val && f->sample_tokens > 0 && run->num_steps > 0) say_sample(run, nullptr);
+        if (run->has_val && f->sample_tokens > 0 && run->num_steps > 0) say_sample(run);
     }
     run_free(run);
     *comm = run->comm;

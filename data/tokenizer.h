@@ -20,12 +20,14 @@
  *            "ignore_merges" a piece that is a token as a whole is taken as it is
  * Ids equal those of the `tokenizers` library, but for the 9392 letters and digits that Unicode has got since version
  * 14, which PCRE2 10.42 does not know and splits like punctuation.
- * Not handled, and refused by name: SentencePiece and WordPiece models, normalizers, dropout, subword prefixes and
+ * BPE with "byte_fallback" (Llama-2, Mistral) has characters for symbols: sentencepiece.h.
+ * Not handled, and refused by name: Unigram and WordPiece models, other normalizers, dropout, subword prefixes and
  * suffixes, added tokens that swallow spaces or ask for word borders. */
 #pragma once
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
 #include "json.h"
+#include "sentencepiece.h"
 
 #define TOKENIZER_MAX_STEPS 8
 #define TOKENIZER_MAX_VOCAB (1 << 24)
@@ -74,12 +76,14 @@ typedef struct {
     SplitStep steps[TOKENIZER_MAX_STEPS];
     int num_steps;
     bool ignore_merges;
+    SentencePiece pieces;
     pcre2_match_data* match;
 } Tokenizer;
 
 typedef struct {
     int* ids;
     size_t count, room;
+    const char* text;            // that they are of, from its beginning
 } TokenIds;
 
 /* ---------------------------------------------------------------- maps */
@@ -164,6 +168,11 @@ static inline void tokenizer_unspell(const Tokenizer* k, Token* token)
     size_t length = strlen(token->spelling);
     token->bytes = (char*)malloc_checked(length + 1);
     token->length = 0;
+    if (k->pieces.on) {
+        token->length = sentencepiece_unspell(token->spelling, token->bytes);
+        token->bytes[token->length] = 0;
+        return;
+    }
     const unsigned char* s = (const unsigned char*)token->spelling;
     for (size_t i = 0; i < length;) {
         bool one = s[i] < 0x80, two = (s[i] & 0xE0) == 0xC0;
@@ -189,14 +198,12 @@ static inline void tokenizer_refuse_other_kinds(const cJSON* root, const cJSON* 
     bool is_bpe = strcmp(type, "BPE") == 0;
     ENSURE(is_bpe, "%s: its model is \"%s\"%s; only byte-level BPE is supported: %s", path, type,
            strcmp(type, "Unigram") == 0 ? ", a SentencePiece tokenizer" : "", advice);
-    ENSURE(!json_bool_or(model, "byte_fallback", false, path), "%s: is a SentencePiece BPE tokenizer (byte_fallback is "
-           "on); only byte-level BPE is supported: %s", path, advice);
     ENSURE(json_float_or(model, "dropout", 0, 0, 1, path) == 0, "%s: \"dropout\" is on; ids would be random", path);
     const char* affixes[] = {"continuing_subword_prefix", "end_of_word_suffix"};
     for (const char* affix : affixes) {
         ENSURE(json_string_or(model, affix, "", path)[0] == 0, "%s: has a \"%s\"; %s", path, affix, advice);
     }
-    if (!json_has(root, "normalizer")) return;
+    if (!json_has(root, "normalizer") || json_bool_or(model, "byte_fallback", false, path)) return;
     const cJSON* normalizer = json_object(root, "normalizer", path);
     const cJSON* members = json_get(normalizer, "normalizers");
     ENSURE(cJSON_IsArray(members) && members->child == nullptr, "%s: has the normalizer \"%s\"; only tokenizers that "
@@ -241,7 +248,9 @@ static inline void tokenizer_read_vocab(Tokenizer* k, const cJSON* vocab, const 
     for (int b = 0; b < 256; b++) {
         char spelling[2];
         size_t length = tokenizer_spell_byte(k, (unsigned char)b, spelling);
-        k->byte_ids[b] = token_map_find(k, spelling, length);
+        char piece[8];
+        snprintf(piece, sizeof piece, "<0x%02X>", b);
+        k->byte_ids[b] = k->pieces.on ? token_map_find(k, piece, 6) : token_map_find(k, spelling, length);
     }
 }
 
@@ -268,6 +277,8 @@ static inline void tokenizer_read_added(Tokenizer* k, const cJSON* added)
         token->id = (int)json_int(item, "id", 0, TOKENIZER_MAX_VOCAB, k->path);
         token->normalized = json_bool_or(item, "normalized", !json_bool_or(item, "special", false, k->path), k->path);
         token->length = strlen(content);
+        ENSURE(!k->pieces.on || !token->normalized, "%s: the added token \"%s\" is \"normalized\", which is not "
+               "supported with byte_fallback; set it to false", k->path, content);
         tokenizer_set_token(k, token->id, content);
         k->added_starts[(unsigned char)content[0]] = true;
     }
@@ -396,12 +407,15 @@ static inline Tokenizer* tokenizer_open(const char* path)
     memset(k, 0, sizeof *k);
     k->path = strdup(file);
     tokenizer_init_bytes(k);
+    sentencepiece_read(&k->pieces, root, model, file);
     cJSON* none = cJSON_CreateArray();
     const cJSON* added = json_has(root, "added_tokens") ? json_array(root, "added_tokens", file) : none;
     tokenizer_read_vocab(k, json_object(model, "vocab", file), added);
     tokenizer_read_added(k, added);
     tokenizer_read_merges(k, json_array(model, "merges", file));
-    tokenizer_read_steps(k, root);
+    if (!k->pieces.on) tokenizer_read_steps(k, root);
+    const char* unk = json_string_or(model, "unk_token", "", file);
+    if (k->pieces.on && unk[0] != 0) k->pieces.unk_id = token_map_find(k, unk, strlen(unk));
     k->ignore_merges = json_bool_or(model, "ignore_merges", false, file);
     k->match = pcre2_match_data_create(8, nullptr);
     ENSURE(k->match != nullptr, "out of host memory for a pattern's matches");
@@ -478,6 +492,36 @@ static inline void tokenizer_consider(const Tokenizer* k, const Symbol* symbols,
     merge_push(heap, count, merge);
 }
 
+/* The symbols of a word before any merge; returns their number, which is at most its bytes. Bytes: one each. */
+static inline size_t tokenizer_first_symbols(const Tokenizer* k, const char* text, size_t length, Symbol* symbols)
+{
+    if (!k->pieces.on) {
+        for (size_t i = 0; i < length; i++) {
+            unsigned char byte = (unsigned char)text[i];
+            ENSURE(k->byte_ids[byte] >= 0, "%s: has no token for the byte 0x%02X of \"%.*s\"; train a tokenizer whose "
+                   "alphabet has all 256 bytes", k->path, byte, (int)(length < 40 ? length : 40), text);
+            symbols[i].id = k->byte_ids[byte];
+        }
+        return length;
+    }
+    size_t count = 0;
+    bool after_unk = false;
+    for (size_t i = 0, n; i < length; i += n) {
+        n = sentencepiece_char(text + i, length - i);
+        ENSURE(n > 0, "the text cannot be tokenized: at byte %zu of \"%.*s\" it is no UTF-8; give it as UTF-8", i,
+               (int)(length < 40 ? length : 40), text);
+        int id = token_map_find(k, text + i, n);
+        bool has_bytes = true;
+        for (size_t b = 0; b < n; b++) has_bytes = has_bytes && k->byte_ids[(unsigned char)text[i + b]] >= 0;
+        bool unknown = id < 0 && !has_bytes;
+        if (id >= 0) symbols[count++].id = id;
+        for (size_t b = 0; id < 0 && has_bytes && b < n; b++) symbols[count++].id = k->byte_ids[(unsigned char)text[i + b]];
+        if (unknown && k->pieces.unk_id >= 0 && !(after_unk && k->pieces.fuse_unk)) symbols[count++].id = k->pieces.unk_id;
+        after_unk = unknown;
+    }
+    return count;
+}
+
 /* Each merge removes one symbol and considers two pairs, so that 3n entries are enough for the heap. */
 static inline void tokenizer_merge_word(const Tokenizer* k, const char* text, size_t length, TokenIds* out)
 {
@@ -487,13 +531,12 @@ static inline void tokenizer_merge_word(const Tokenizer* k, const char* text, si
     Symbol* symbols = small ? small_symbols : (Symbol*)malloc_checked(length * sizeof(Symbol));
     Merge* heap = small ? small_heap : (Merge*)malloc_checked(3 * length * sizeof(Merge));
     size_t heap_count = 0;
-    for (size_t i = 0; i < length; i++) {
-        unsigned char byte = (unsigned char)text[i];
-        ENSURE(k->byte_ids[byte] >= 0, "%s: has no token for the byte 0x%02X of \"%.*s\"; train a tokenizer whose "
-               "alphabet has all 256 bytes", k->path, byte, (int)(length < 40 ? length : 40), text);
-        symbols[i] = {k->byte_ids[byte], (int)i - 1, i + 1 < length ? (int)i + 1 : -1};
+    size_t num_symbols = tokenizer_first_symbols(k, text, length, symbols);
+    for (size_t i = 0; i < num_symbols; i++) {
+        symbols[i].prev = (int)i - 1;
+        symbols[i].next = i + 1 < num_symbols ? (int)i + 1 : -1;
     }
-    for (size_t i = 0; i + 1 < length; i++) tokenizer_consider(k, symbols, (int)i, heap, &heap_count);
+    for (size_t i = 0; i + 1 < num_symbols; i++) tokenizer_consider(k, symbols, (int)i, heap, &heap_count);
     while (heap_count > 0) {
         Merge merge = merge_pop(heap, &heap_count);
         Symbol* left = &symbols[merge.at];
@@ -507,7 +550,7 @@ static inline void tokenizer_merge_word(const Tokenizer* k, const char* text, si
         tokenizer_consider(k, symbols, left->prev, heap, &heap_count);
         tokenizer_consider(k, symbols, merge.at, heap, &heap_count);
     }
-    for (int i = 0; i >= 0; i = symbols[i].next) tokenizer_push(out, symbols[i].id);
+    for (int i = num_symbols > 0 ? 0 : -1; i >= 0; i = symbols[i].next) tokenizer_push(out, symbols[i].id);
     if (!small) {
         free(symbols);
         free(heap);
@@ -522,6 +565,7 @@ static inline void tokenizer_word(const Tokenizer* k, const char* text, size_t l
     if (k->ignore_merges && length <= 256) {
         size_t used = 0;
         for (size_t i = 0; i < length; i++) used += tokenizer_spell_byte(k, (unsigned char)text[i], spelling + used);
+        if (k->pieces.on) memcpy(spelling, text, used = length);
         int id = token_map_find(k, spelling, used);
         if (id >= 0) {
             tokenizer_push(out, id);
@@ -582,11 +626,38 @@ static inline void tokenizer_split(const Tokenizer* k, int step_idx, const char*
     free(with_space);
 }
 
+/* A piece between added tokens, the first of the text or not: its spaces marked, and one put before it. */
+static inline void tokenizer_pieces(const Tokenizer* k, const char* text, size_t length, bool first, TokenIds* out)
+{
+    const SentencePiece* s = &k->pieces;
+    if (length == 0) return;
+    char* marked = (char*)malloc_checked(3 * (length + 1));
+    size_t n = 0;
+    bool begins_with_mark = (s->replaces && text[0] == ' ') || (length >= 3 && memcmp(text, SPACE_MARK, 3) == 0);
+    bool puts = s->space_before == SpaceBefore::PIECE || (s->space_before == SpaceBefore::ALWAYS && !begins_with_mark) ||
+                (s->space_before == SpaceBefore::FIRST && first && !begins_with_mark);
+    if (puts) n += (size_t)sprintf(marked, SPACE_MARK);
+    for (size_t i = 0; i < length; i++) {
+        bool space = s->replaces && text[i] == ' ';
+        memcpy(marked + n, space ? SPACE_MARK : text + i, space ? 3 : 1);
+        n += space ? 3 : 1;
+    }
+    size_t done = 0;
+    for (size_t i = 1; s->splits && i + 3 <= n; i++) {
+        if (memcmp(marked + i, SPACE_MARK, 3) != 0) continue;
+        tokenizer_word(k, marked + done, i - done, out);
+        done = i;
+    }
+    tokenizer_word(k, marked + done, n - done, out);
+    free(marked);
+}
+
 /* Pass 0 cuts at the added tokens that are not "normalized", pass 1 at the others, pass 2 is what lies between. */
 static inline void tokenizer_cut_at_added(const Tokenizer* k, int pass, const char* text, size_t length, TokenIds* out)
 {
     if (pass == 2) {
-        tokenizer_split(k, 0, text, length, out);
+        if (k->pieces.on) tokenizer_pieces(k, text, length, text == out->text, out);
+        else tokenizer_split(k, 0, text, length, out);
         return;
     }
     size_t done = 0;
@@ -611,7 +682,7 @@ static inline void tokenizer_cut_at_added(const Tokenizer* k, int pass, const ch
 
 static inline int* tokenizer_encode(const Tokenizer* k, const char* text, size_t length, size_t* count)
 {
-    TokenIds out = {(int*)malloc_checked((length / 3 + 16) * sizeof(int)), 0, length / 3 + 16};
+    TokenIds out = {(int*)malloc_checked((length / 3 + 16) * sizeof(int)), 0, length / 3 + 16, text};
     tokenizer_cut_at_added(k, 0, text, length, &out);
     *count = out.count;
     return out.ids;
@@ -652,5 +723,6 @@ static inline char* tokenizer_decode(const Tokenizer* k, const int* ids, size_t 
         at += token_length;
     }
     *at = 0;
+    if (k->pieces.drops_space && text[0] == ' ') memmove(text, text + 1, (*length)--);
     return text;
 }

@@ -1,5 +1,5 @@
 /* embedding.cuh: token rows plus position rows, and the way back. Without positions wpe and dwpe are null.
- *   out[b,t] = wte[tokens[b,t]] + wpe[t]
+ *   out[b,t] = wte[tokens[b,t]] + wpe[t]      embedding_at_forward: out[n] = wte[tokens[n]] + wpe[positions[n]]
  *   dwte[v] += sum of dout[b,t] over the places where tokens[b,t] == v       dwpe[t] += sum_b(dout[b,t])
  * shapes  out dout (B,T,C) floatX; tokens (B,T) int; wte (V,C) wpe (T,C) floatX; dwte (V,C) dwpe (T,C) fp32
  * writes  forward out =; backward dwte +=, dwpe +=
@@ -14,18 +14,18 @@
 #ifdef DEVICE_CPU
 #include <omp.h>
 
-static void embedding_forward_cpu(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe, int B, int T,
-                                  int C)
+static void embedding_forward_cpu(floatX* out, const int* tokens, const int* positions, const floatX* wte,
+                                  const floatX* wpe, int N, int T, int C)
 {
     #pragma omp parallel for
-    for (int n = 0; n < B * T; n++) {
+    for (int n = 0; n < N; n++) {
         floatX* row = out + (size_t)n * C;
         const floatX* token_row = wte + (size_t)tokens[n] * C;
         if (wpe == nullptr) {
             memcpy(row, token_row, (size_t)C * sizeof(floatX));
             continue;
         }
-        const floatX* position_row = wpe + (size_t)(n % T) * C;
+        const floatX* position_row = wpe + (size_t)(positions ? positions[n] : n % T) * C;
         #pragma omp simd
         for (int c = 0; c < C; c++) store_f(row + c, load_f(token_row[c]) + load_f(position_row[c]));
     }
@@ -62,9 +62,11 @@ static constexpr int EMBEDDING_CHUNK = EMBEDDING_BLOCK * EMBEDDING_LOOKS;
 
 /* A block a row. */
 template <int W> static __global__ void __launch_bounds__(EMBEDDING_BLOCK)
-embedding_forward_kernel(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe, int T, int C)
+embedding_forward_kernel(floatX* out, const int* tokens, const int* positions, const floatX* wte, const floatX* wpe,
+                         int T, int C)
 {
-    const size_t n = blockIdx.x, t = n % (size_t)T, token = (size_t)tokens[n];
+    const size_t n = blockIdx.x, token = (size_t)tokens[n];
+    const size_t t = positions != nullptr ? (size_t)positions[n] : n % (size_t)T;
     for (int c = threadIdx.x * W; c < C; c += blockDim.x * W) {
         float x[W], position[W] = {};
         load_vec(x, wte + token * C + c);
@@ -164,17 +166,32 @@ template <int W> static void embedding_backward_launch(float* dwte, float* dwpe,
 
 #endif
 
+/* positions null: row n stands at n % T. */
+static void embedding_rows(floatX* out, const int* tokens, const int* positions, const floatX* wte, const floatX* wpe,
+                           int N, int T, int C, cudaStream_t stream)
+{
+    ON_CPU(embedding_forward_cpu(out, tokens, positions, wte, wpe, N, T, C));
+#ifndef DEVICE_CPU
+    if (is_vec(out, C) && is_vec(wte, C) && is_vec(wpe, C))
+        LAUNCH((embedding_forward_kernel<VEC>), N, embedding_block(C, VEC), 0, stream, out, tokens, positions, wte, wpe,
+               T, C);
+    else
+        LAUNCH((embedding_forward_kernel<1>), N, embedding_block(C, 1), 0, stream, out, tokens, positions, wte, wpe,
+               T, C);
+    CUDA_CHECK(cudaGetLastError());
+#endif
+}
+
 static void embedding_forward(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe, int B, int T, int C,
                               cudaStream_t stream)
 {
-    ON_CPU(embedding_forward_cpu(out, tokens, wte, wpe, B, T, C));
-#ifndef DEVICE_CPU
-    if (is_vec(out, C) && is_vec(wte, C) && is_vec(wpe, C))
-        LAUNCH((embedding_forward_kernel<VEC>), B * T, embedding_block(C, VEC), 0, stream, out, tokens, wte, wpe, T, C);
-    else
-        LAUNCH((embedding_forward_kernel<1>), B * T, embedding_block(C, 1), 0, stream, out, tokens, wte, wpe, T, C);
-    CUDA_CHECK(cudaGetLastError());
-#endif
+    embedding_rows(out, tokens, nullptr, wte, wpe, B * T, T, C, stream);
+}
+
+static void embedding_at_forward(floatX* out, const int* tokens, const int* positions, const floatX* wte,
+                                 const floatX* wpe, int N, int C, cudaStream_t stream)
+{
+    embedding_rows(out, tokens, positions, wte, wpe, N, 1, C, stream);
 }
 
 static void embedding_backward(float* dwte, float* dwpe, const floatX* dout, const int* tokens, int B, int T, int C,
@@ -224,6 +241,23 @@ static void embedding_forward_test(OpRun* run)
     OP_RUN(run, 2.0 * out.n * sizeof(floatX), 0,
            embedding_forward(out.dev, tokens.dev, wte.dev, wpe.dev, B, T, C, 0));
     embedding_forward_ref(out.f64, tokens.h, wte.f64, wpe.f64, B, T, C);
+    op_check_exact(run, out);
+}
+
+/* Positions as given, here backwards. */
+static void embedding_at_test(OpRun* run)
+{
+    const int N = run->dims[0], C = run->dims[1];
+    OpInts tokens = op_ints(run, "tokens", N, 0, 5), positions = op_ints(run, "positions", N, 0, 1);
+    for (int n = 0; n < N; n++) positions.h[n] = N - 1 - n;
+    op_upload(run, "positions");
+    OpTensor<floatX> wte = op_grid<floatX>(run, "wte", OpKind::INPUT, (size_t)5 * C);
+    OpTensor<floatX> wpe = op_grid<floatX>(run, "wpe", OpKind::INPUT, (size_t)N * C);
+    OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)N * C);
+    OP_RUN(run, 0, 0, embedding_at_forward(out.dev, tokens.dev, positions.dev, wte.dev, wpe.dev, N, C, 0));
+    for (int n = 0; n < N; n++)
+        for (int c = 0; c < C; c++)
+            out.f64[n * C + c] = wte.f64[tokens.h[n] * C + c] + wpe.f64[(N - 1 - n) * C + c];
     op_check_exact(run, out);
 }
 
@@ -289,6 +323,8 @@ static const OpTest embedding_tests[] = {
     {"embedding_forward", embedding_forward_test, {2, 5, 33, 11}, OpWhen::ALWAYS},
     {"embedding_forward", embedding_forward_test, {3, 17, 768, 300}, OpWhen::ALWAYS},
     {"embedding_forward", embedding_forward_test, {4, 256, 1600, 5000}, OpWhen::LARGE},
+    {"embedding_at", embedding_at_test, {7, 33}, OpWhen::ALWAYS},
+    {"embedding_at", embedding_at_test, {5, 64}, OpWhen::ALWAYS},
     {"embedding_rows", embedding_rows_test, {2, 9, 33, 11}, OpWhen::ALWAYS},
     {"embedding_rows", embedding_rows_test, {3, 17, 64, 30}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {1, 1, 1, 1}, OpWhen::ALWAYS},

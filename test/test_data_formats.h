@@ -300,7 +300,7 @@ static void test_tokenizer_refusals()
     };
     CHECK(refuses("\"type\":\"Unigram\",", BYTE_LEVEL, "", "\"Unigram\", a SentencePiece tokenizer"), "Unigram");
     CHECK(refuses("\"type\":\"WordPiece\",", BYTE_LEVEL, "", "\"WordPiece\"; only byte-level"), "WordPiece");
-    CHECK(refuses("\"byte_fallback\":true,", BYTE_LEVEL, "", "SentencePiece BPE"), "byte_fallback");
+    CHECK(refuses("\"byte_fallback\":true,", BYTE_LEVEL, "", "only Metaspace"), "byte_fallback");
     CHECK(refuses("\"dropout\":0.1,", BYTE_LEVEL, "", "dropout"), "dropout");
     CHECK(refuses("", "null", "", "has no pre_tokenizer"), "none");
     CHECK(refuses("", "{\"type\":\"Metaspace\"}", "", "SentencePiece"), "Metaspace");

@@ -128,6 +128,131 @@ def test_resume_and_stages(tmp_path, device):
     assert all(after[name].tobytes() == again[name].tobytes() for name in after)
 
 
+# ---- generation -----------------------------------------------------------------------------------------------------
+TEXT = json.loads((GOLDEN / "families_text.json").read_text())
+
+
+def continue_prompts(model, folder, requests, *args, device="cpu", **kw):
+    """The lines that --prompts answers, in the order of the requests."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(request) for request in requests) + "\n")
+    run = train_gpt("-m", model, "--prompts", path, "--temperature", 0, "--sample-tokens", 64, *args, device=device,
+                    **kw)
+    lines = [json.loads(line) for line in run.out.splitlines()]
+    assert sorted(line["index"] for line in lines) == list(range(len(requests)))
+    assert "tok/s" in run.err
+    return sorted(lines, key=lambda line: line["index"])
+
+
+def texts(lines):
+    return [line["ids"] for line in lines]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy(tmp_path, device, name):
+    """64 tokens after five prompts of different lengths as transformers continues them: together, two at a time (so
+    that later prompts join running ones), and without the cache."""
+    model = golden_model(tmp_path / "model", name)
+    requests = [{"ids": prompt} for prompt in TEXT["prompts"]]
+    together = continue_prompts(model, tmp_path, requests, "-b", 8, device=device)
+    assert texts(together) == TEXT["texts"][name]
+    assert [line["finish"] for line in together] == ["length"] * 5
+    if device == "emu":
+        return
+    assert texts(continue_prompts(model, tmp_path, requests, "-b", 2)) == TEXT["texts"][name]
+    assert texts(continue_prompts(model, tmp_path, requests[:2], "--no-kv-cache")) == TEXT["texts"][name][:2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("cache", [[], ["--no-kv-cache"]])
+def test_logits(tmp_path, device, name, cache):
+    """After every tenth token of the golden batch."""
+    golden = safetensors_read(GOLDEN / f"families_{name}.safetensors")["logits"].astype(np.float64)
+    tokens = [int(t) for t in init.tokens(B * T + 1, 61, ABOUT["seed"])]
+    places = [(b, t) for b in range(B) for t in range(0, T, 10)]
+    requests = [{"ids": tokens[b * T:b * T + t + 1], "max_tokens": 0, "logits": True} for b, t in places]
+    lines = continue_prompts(golden_model(tmp_path / "model", name), tmp_path, requests, *cache, device=device)
+    for (b, t), line in zip(places, lines):
+        off = np.linalg.norm(np.array(line["logits"]) - golden[b, t])
+        assert off <= 2e-5 * np.linalg.norm(golden[b, t]), (b, t)
+
+
+@pytest.mark.parametrize("stage,ranks", [(2, 2), (3, 2), (3, 3)])
+def test_greedy_at_any_stage(tmp_path, stage, ranks):
+    model = golden_model(tmp_path / "model", "gqa")
+    requests = [{"ids": prompt} for prompt in TEXT["prompts"]]
+    lines = continue_prompts(model, tmp_path, requests, "-b", 3, "-z", stage, ranks=ranks)
+    assert texts(lines) == TEXT["texts"]["gqa"]
+
+
+def test_sampling(tmp_path):
+    """A text depends on its prompt, seed and settings alone."""
+    model = golden_model(tmp_path / "model", "mha")
+    sampled = [{"ids": prompt, "temperature": 1.5, "seed": k} for k, prompt in enumerate(TEXT["prompts"])]
+    together, alone = (texts(continue_prompts(model, tmp_path, sampled, "-b", b)) for b in (5, 1))
+    assert together == alone != texts(continue_prompts(model, tmp_path, [{**r, "seed": 9} for r in sampled]))
+    greedy = TEXT["texts"]["mha"]
+    for settings in ({"top_k": 1}, {"top_p": 0}, {"temperature": 0}):
+        assert texts(continue_prompts(model, tmp_path, [{**r, **settings} for r in sampled])) == greedy
+    once = texts(continue_prompts(model, tmp_path, [{"ids": [1], "repetition_penalty": 1000, "max_tokens": 40}]))[0]
+    assert len(set(once)) == 40 and 1 not in once
+
+
+def test_top_p_leaves_the_likeliest(tmp_path):
+    """Among many samples of one place only tokens of the smallest set that reaches top_p, and all of them."""
+    model = golden_model(tmp_path / "model", "mha")
+    request = {"ids": [1, 2], "max_tokens": 0, "logits": True}
+    logits = np.array(continue_prompts(model, tmp_path, [request])[0]["logits"])
+    p = np.exp((logits - logits.max()) / 2)
+    p /= p.sum()
+    order = np.argsort(-p)
+    kept = set(order[:np.searchsorted(np.cumsum(p[order]), 0.6) + 1].tolist())
+    settings = {"ids": [1, 2], "max_tokens": 1, "temperature": 2, "top_k": 0, "top_p": 0.6}
+    requests = [{**settings, "seed": seed} for seed in range(600)]
+    chosen = [line["ids"][0] for line in continue_prompts(model, tmp_path, requests, "-b", 64)]
+    assert 1 < len(kept) < 30 and set(chosen) == kept
+    top = order[0]
+    assert chosen.count(top) / 600 == pytest.approx(p[top] / p[list(kept)].sum(), abs=0.08)
+
+
+def test_stop(tmp_path):
+    config, tensors = golden_tensors("mha")
+    first = TEXT["texts"]["mha"][0]
+    end = first[5]
+    stopped = first[:first.index(end) + 1]
+    requests = [{"ids": TEXT["prompts"][0]}]
+    plain = model_write(tmp_path / "plain", config, tensors)
+    eos = model_write(tmp_path / "eos", {**config, "eos_token_id": [60, end]}, tensors)
+    for line in (continue_prompts(plain, tmp_path, requests, "--stop", f"60,{end}")[0],
+                 continue_prompts(eos, tmp_path, requests)[0]):
+        assert line["ids"] == stopped[:len(line["ids"])] and line["finish"] == "stop" and line["ids"][-1] in (60, end)
+    assert continue_prompts(eos, tmp_path, requests, "--stop", "")[0]["ids"] == first
+    run = train_gpt("-m", plain, "--prompts", tmp_path / "prompts.jsonl", "--stop", "61", ok=False)
+    assert "--stop" in run.err
+
+
+@pytest.mark.parametrize("line,complaint", [
+    ("{", "prompt 1"), ('{"ids": []}', "at least one"), ('{"ids": [61]}', "ids"), ('{"prompt": "x"}', "tokenizer"),
+    ("{}", "prompt"), ('{"ids": [1], "top_p": 2}', "top_p")])
+def test_bad_prompts(tmp_path, line, complaint):
+    """What came before is answered; the bad line is named."""
+    model = golden_model(tmp_path / "model", "mha")
+    (tmp_path / "prompts.jsonl").write_text('{"ids": [1, 2], "max_tokens": 2}\n' + line + "\n")
+    run = train_gpt("-m", model, "--prompts", tmp_path / "prompts.jsonl", "-b", 1, ok=False)
+    assert run.code == 1 and complaint in run.err and "prompts.jsonl" in run.err
+    assert json.loads(run.out.splitlines()[0])["index"] == 0
+
+
+def test_past_the_context(tmp_path):
+    """A full context goes on from its second half; nothing ends, nothing is read past it."""
+    model = golden_model(tmp_path / "model", "gqa")
+    lines = continue_prompts(model, tmp_path, [{"ids": list(range(1, 61))}, {"ids": [3]}], "-t", 32)
+    assert [len(line["ids"]) for line in lines] == [64, 64]
+    short = continue_prompts(model, tmp_path, [{"ids": [3]}], "-t", 65)[0]["ids"]
+    assert lines[1]["ids"][:32] == short[:32]
+
+
 # ---- transformers itself, where it is installed ---------------------------------------------------------------------
 def transformers_model(folder):
     """Opens the folder as any user would; the logits (B,T,V) of the golden batch, in fp32."""

@@ -15,6 +15,7 @@
 #include "../kernels/gelu.cuh"
 #include "../kernels/matmul.cuh"
 #include "../kernels/attention.cuh"
+#include "../kernels/attention_cached.cuh"
 #include "../kernels/classifier.cuh"
 #include "../kernels/accumulate.cuh"
 #include "../kernels/global_norm.cuh"
@@ -76,6 +77,7 @@ int main(int argc, char** argv)
     op_table(gelu_tests, filter, bench, memory_gbps, &totals);
     op_table(matmul_tests, filter, bench, memory_gbps, &totals);
     op_table(attention_tests, filter, bench, memory_gbps, &totals);
+    op_table(attention_cached_tests, filter, bench, memory_gbps, &totals);
     op_table(classifier_tests, filter, bench, memory_gbps, &totals);
     op_table(accumulate_tests, filter, bench, memory_gbps, &totals);
     op_table(global_norm_tests, filter, bench, memory_gbps, &totals);
