@@ -21,6 +21,7 @@
     F(INT,    zero,          'z', 0,         0, 3, "ZeRO stage: 0 nothing sharded, 1 optimizer states, 2 and gradients, 3 and parameters") \
     F(INT,    persist_below,  0,  0,         0, INT64_MAX, "stage 3: units of fewer elements keep their parameters whole") \
     F(INT,    reduce_bucket,  0,  0,         0, INT64_MAX, "gradients are sent in groups of whole units of at most so many elements; 0 = unit by unit") \
+    F(ONEOF,  reduce,         0,  "micro",   "micro|step", 0, "stages 2 and 3: gradients are sent in every micro-step, or kept whole and sent once a step") \
     F(INT,    gather_bucket,  0,  0,         0, INT64_MAX, "the same for parameters") \
     F(INT,    overlap,        0,  1,         0, 1, "0: gradients and parameters move on the compute stream, one thing after another") \
     F(INT,    micro_batch,   'b', 4,         1, 1 << 20, "sequences per rank and micro-step") \
@@ -85,7 +86,7 @@
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
     "master grad-dtype state-dtype tp pp sp offload offload-dir momentum keep " \
-    "config bench report comm-dtype reduce fp32-tensors muon-lr profile " \
+    "config bench report comm-dtype fp32-tensors muon-lr profile " \
     "tune repeat dropout"
 
 enum FlagKind { INT, REAL, TEXT, ONEOF, SWITCH };

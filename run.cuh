@@ -256,7 +256,8 @@ static void plan_run(Run* run, bool training)
     m->recompute = s->recompute;
     m->segment_layers = s->segment_layers;
     model_visits(m);
-    ZeroConfig zero = {s->stage, m->resident, s->G, training, f->overlap != 0, f->deterministic,
+    ZeroConfig zero = {s->stage, m->resident, s->G, training, f->overlap != 0,
+                       strcmp(f->reduce, "step") == 0, f->deterministic,
                        (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);

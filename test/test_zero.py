@@ -78,6 +78,18 @@ def assert_bits(run, reference, first=0):
     assert run.log[-1]["state_hash"] == reference.log[-1]["state_hash"]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_reduce_once(tmp_path, device, stage):
+    """--reduce step: the bits of stage 1, whose gradients are summed over micro-steps first, and its bytes."""
+    args = [*start(tmp_path, steps=4), *batch(3)]
+    run = {"ranks": 3, "device": device}
+    one = train_gpt(*args, "-z", 1, **run, out=tmp_path / "one")
+    once = train_gpt(*args, "-z", stage, "--reduce", "step", **run, out=tmp_path / "once")
+    assert_bits(once, one)
+    gradients = [re.search(r"of gradients ([\d.]+)", r.out)[1] for r in (one, once)]
+    assert gradients[0] == gradients[1]
+
+
 def pairwise(*axes):
     """Rows of the product such that every pair of values of two axes is in one of them: greedy."""
     rows = list(itertools.product(*axes))

@@ -32,6 +32,7 @@ typedef struct ZeroConfig {
     int num_micro_steps;
     bool training;              // else no gradients and moments
     bool overlap;
+    bool reduces_once;          // stages 2-3: gradients whole, sent at the boundary instead of in each micro-step
     bool deterministic;         // reductions in rank order, whatever NCCL does
     size_t persist_below;       // stage 3: smaller units keep their parameters whole
     const int* visits;          // (num_visits) the units of a micro-step in the order in which the model uses them
@@ -44,6 +45,7 @@ typedef struct Zero {
     const Shard* shard;
     int stage;
     bool training, overlap;
+    bool reduces_once;          // gradients are kept whole at every stage, as at stage 1
     int num_micro_steps;
     Buckets grad_buckets, param_buckets;
     // parameters
@@ -87,7 +89,7 @@ static void stream_wait(cudaStream_t to, cudaStream_t from, cudaEvent_t event, c
 }
 
 static bool zero_slices_states(const Zero* z) { return z->stage >= 1; }
-static bool zero_slices_grads(const Zero* z) { return z->stage >= 2; }
+static bool zero_slices_grads(const Zero* z) { return z->stage >= 2 && !z->reduces_once; }
 
 /* What this rank updates of unit u, in the flat space, and where its states are. */
 static Range zero_owned(const Zero* z, int u)
@@ -158,12 +160,13 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     z->stage = config->stage;
     z->training = config->training;
     z->overlap = config->overlap;
+    z->reduces_once = config->reduces_once;
     z->num_micro_steps = config->num_micro_steps;
     z->visits = config->visits;
     z->num_visits = config->num_visits;
     bool *kept = (bool*)malloc_checked(2 * shard->num_units * sizeof(bool)), *kept_grads = kept + shard->num_units;
     for (int u = 0; u < shard->num_units; u++) {
-        kept_grads[u] = z->stage < 2 || config->resident[u];
+        kept_grads[u] = !zero_slices_grads(z) || config->resident[u];
         kept[u] = z->stage < 3 || config->resident[u] || shard->units[u].range.count < config->persist_below;
     }
     buckets_build(&z->grad_buckets, shard, kept_grads, config->reduce_bucket);
@@ -219,7 +222,7 @@ static void zero_place_units(Zero* z)
     }
 }
 
-/* After plan_allocate: streams, events, tables. */
+/* After plan_allocate: streams, events, tables. What is waited for first is recorded here: nothing to wait for yet. */
 static void zero_start(Zero* z)
 {
     CUDA_CHECK(cudaStreamCreateWithFlags(&z->compute, cudaStreamNonBlocking));
