@@ -262,7 +262,7 @@ adamw_kernel(floatX* param, float* master, float* m, float* v, const float* grad
     } else {
         for (; i < first + W && i < n; i++) {
             for (; runs.end[run] <= i; run++)
-                f = adamw_factors(state, runs.weight_decay[run + 1], beta1, beta2, eps);
+                f.decay = (float)(state->lr * (double)runs.weight_decay[run + 1]);
             master[i] = adamw_element(master[i], grad[i], &m[i], &v[i], f);
             if (sizeof(floatX) < sizeof(float)) store_f(param + i, master[i]);
         }
