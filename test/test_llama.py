@@ -114,6 +114,18 @@ def test_overfit(tmp_path, ranks, stage):
     assert run.series("loss")[-1] < 0.05
 
 
+@pytest.mark.parametrize("device", [d for d in built_devices() if d != "cpu"] or ["cpu"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_overfit_16_bit(tmp_path, device, precision):
+    config = llama_config(61, 32, 16, L=1, NH=2, F=48, num_key_value_heads=1)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    shard_write(tmp_path / "data" / "train_000000.bin", init.tokens(2 * 16 + 1, 61, 1), 61)
+    run = train_gpt("-m", tmp_path / "model", "--from-scratch", "-d", tmp_path / "data", "-b", 2, "-t", 16, "-p",
+                    precision, "-n", 80, "-l", 3e-2, "--weight-decay", 0, *QUIET, device=device, out=tmp_path / "run")
+    assert run.series("loss")[-1] < 0.05
+
+
 def test_resume_and_stages(tmp_path, device):
     """Joined tensors are cut by ranks like any other: stages and rank counts agree, a stopped run goes on in bits."""
     model, data = golden_model(tmp_path / "model", "gqa"), golden_data(tmp_path / "data", 61, 8)
