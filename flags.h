@@ -68,6 +68,7 @@
     F(TEXT,   gpu,            0,  "",        0, 0, "with --plan: for this GPU (h100, a100, l4, rtx 4090 ...)") \
     F(INT,    ranks,          0,  0,         0, 1 << 20, "with --plan: for so many ranks") \
     F(SWITCH, eval,           0,  false,     0, 0, "validate and stop") \
+    F(TEXT,   choices,        0,  "",        0, 0, "answer this file of multiple choice (JSONL of ctx, endings, label: HellaSwag) and stop") \
     F(TEXT,   generate,       0,  "",        0, 0, "continue this text and stop") \
     F(TEXT,   prompts,        0,  "",        0, 0, "continue the prompts of this JSONL file (- = stdin), -b at a time, JSONL to stdout, and stop") \
     F(INT,    sample_tokens,  0,  128,       0, 1 << 20, "tokens to generate; also of the sample at the end of a run (0 = none)") \

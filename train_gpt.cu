@@ -6,9 +6,11 @@
  * model.cuh        the models, one block     zero/stages.h               who keeps what, when it moves, the step
  * passes.cuh       forward and backward      zero/checkpoint.h init.h    weights: read, written, made
  * generate.cuh     text from a model         kernels/device.cuh          the device
+ * choices.cuh      multiple choice
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"
+#include "choices.cuh"
 #include "generate.cuh"
 #include "zero/init.h"
 
@@ -500,7 +502,7 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
     run->flags = f;
     run->comm = *comm;
     bool generates = f->given[FLAG_generate] || f->given[FLAG_prompts], exports = f->given[FLAG_export_];
-    bool trains = !generates && !exports && !f->eval && !f->plan;
+    bool trains = !generates && !exports && !f->eval && !f->plan && !f->given[FLAG_choices];
     char resume_path[4096];
     const char* model_name = run_prepare(run, trains, resume_path);
     if (trains || f->plan) print_start(run, model_name);
@@ -513,8 +515,14 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
     } else if (generates) {
         ENSURE(run->tokenizer_path[0] || f->given[FLAG_prompts],
                "--generate needs a tokenizer.json: none in %s or %s; give --tokenizer FILE", model_name, f->data);
-        if (run->comm.rank == 0 || f->zero == 3)
+        if (run->comm.rank == 0 || run->setting.stage == 3)
             generate(&run->model, f->no_kv_cache ? nullptr : &run->decoder, f, run->tokenizer_path);
+    } else if (f->given[FLAG_choices]) {
+        ENSURE(run->tokenizer_path[0], "--choices needs a tokenizer.json: none in %s or %s; give --tokenizer FILE",
+               model_name, f->data);
+        ChoiceCounts counts = choices_count(&run->model, run->tokenizer_path, f->choices);
+        SAY("choices %s: %.0f lines | accuracy %.4f by likelihood, %.4f by likelihood per byte\n", f->choices,
+            counts.num_items, counts.num_right / counts.num_items, counts.num_right_per_byte / counts.num_items);
     } else if (f->eval) {
         ENSURE(run->has_val, "--eval needs validation shards: no val_*.bin in %s; give --val", f->data);
         evaluate_and_say(run);
@@ -540,8 +548,10 @@ static void refuse_what_is_not_there(const Flags* f)
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
     if (f->given[FLAG_epochs] && f->given[FLAG_steps])
         die_usage("-n and --epochs both say where the run ends: give one");
-    int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_];
-    if (modes > 1) die_usage("--plan, --eval, --generate, --prompts and --export are different modes: give one");
+    int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_] +
+                f->given[FLAG_choices];
+    if (modes > 1)
+        die_usage("--plan, --eval, --choices, --generate, --prompts and --export are different modes: give one");
 }
 
 static void print_version(void)

@@ -11,8 +11,8 @@ make -s DEVICE=emu COVERAGE=1 "${precisions[@]/#/$build/test_ops.}"
 find $build -name '*.gcda' -delete
 for precision in "${precisions[@]}"; do
     log=$build/test_ops.$precision.log
-    $build/test_ops."$precision" > "$log" || { tail -n 3 "$log"; exit 1; }
-    EMU_NO_EPILOGUE=1 $build/test_ops."$precision" matmul > "$log" || { tail -n 3 "$log"; exit 1; }
+    $build/test_ops."$precision" > "$log" 2>&1 || { tail -n 3 "$log"; exit 1; }
+    EMU_NO_EPILOGUE=1 $build/test_ops."$precision" matmul > "$log" 2>&1 || { tail -n 3 "$log"; exit 1; }
 done
 for precision in "${precisions[@]}"; do
     gcov --json-format --stdout $build/test_ops."$precision".gcda > $build/test_ops."$precision".json

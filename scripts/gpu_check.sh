@@ -75,11 +75,15 @@ has_torch() { $python -c 'import torch' 2> /dev/null; }
 : > $table
 row "gpu_check $(git rev-parse --short HEAD 2> /dev/null)" "$(nvidia-smi --query-gpu=name,driver_version,power.limit \
     --format=csv,noheader 2> /dev/null || echo "emulated device, tiny sizes: no figure here means anything")" 0
-targets=("${precisions[@]/#/$build/test_ops.}" "$build/bench_ceilings" all)
+targets=("${precisions[@]/#/$build/test_ops.}" "$build/test_emu" "$build/bench_ceilings" all)
 step "build" 180 "^built" build "${make_args[@]}" "${targets[@]}" || exit 1
+step "device tests" 60 "passed" "$build/test_emu"
 for precision in "${precisions[@]}"; do
     step "op tests $precision" 60 "passed" "$build/test_ops.$precision" $filter
 done
+if [ "$device" = cuda ] && command -v cuobjdump > /dev/null; then
+    step "tensor cores in SASS" 60 "^[1-9]" bash -c "cuobjdump -sass $program | grep -c HMMA"
+fi
 step "data" 30 written make_data
 for model in "${models[@]}"; do
     read -r name B T <<< "$model"

@@ -1,5 +1,7 @@
 """train_gpt under the checker: every access of every kernel and of the host is looked at, in layouts that between them
 use every stream and collective, and the numbers are those of the plain emulated build."""
+import subprocess
+
 import init
 import pytest
 from util import ROOT, gpt2_config, model_write, shard_write, train_gpt
@@ -28,3 +30,16 @@ def test_nothing_found(tmp_path, monkeypatch, flags, stage, ranks):
                         EMU_SEED=seed)
         for key in ("loss", "norm", "state_hash"):
             assert run.series(key) == plain.series(key), key
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_without_epilogues(monkeypatch, precision):
+    """Where cuBLASLt has no fused epilogue, the pass of its own gives what the rule allows, and is said once a kind."""
+    program = ROOT / f"build/emu/test_ops.{precision}"
+    if not program.exists():
+        pytest.skip("the op tests are not built")
+    monkeypatch.setenv("EMU_NO_EPILOGUE", "1")
+    run = subprocess.run([program, "matmul"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
+    said = [line for line in run.stderr.splitlines() if line.startswith("cuBLASLt has no epilogue")]
+    assert len(said) == 5 and len({line.split(" for ")[0] for line in said}) == 5

@@ -19,7 +19,8 @@ static const struct { const char *name, *message; } checked_mistakes[] = {
     {"async_overwrites", "race on shared memory"}, {"streams_read", "race on device memory"},
     {"streams_write", "race on device memory"}, {"streams_overwrite", "race on device memory"},
     {"second_reader", "race on device memory"}, {"copy_unwaited", "race on device memory"},
-    {"event_too_early", "race on device memory"}, {"event_unrecorded", "never recorded"}, {"matmul_unwaited", "race on device memory"},
+    {"event_too_early", "race on device memory"}, {"event_unrecorded", "never recorded"},
+    {"matmul_unwaited", "race on device memory"},
     {"collective_unwaited", "race on device memory"}, {"pinned_refilled", "race on pinned memory"},
     {"pinned_memcpy", "race on pinned memory"}, {"pinned_read_early", "pinned memory"},
 };
