@@ -1,6 +1,6 @@
 /* fit.cuh: settings tried on paper: what they need, about how long a step takes, what to change when the memory is too
  * small. The estimate is that of a roof: matrix products at half of the peak, the optimizer at the memory's bandwidth,
- * collectives at the link's; with overlap the longer of compute and wire counts. It ranks settings; it is no promise. */
+ * collectives at the link's; with overlap the longer of compute and wire counts. It ranks settings, no more. */
 #pragma once
 #include "run.cuh"
 
@@ -84,7 +84,7 @@ static bool rung_next(const Run* run, Setting* s)
 /* What to change, in order, to come below have_bytes; ends with the first that fits. */
 static void ladder_print(const Run* run, FILE* f, size_t have_bytes)
 {
-    if (sizeof(floatX) == 4) fprintf(f, "  -p bf16, if the build has it: halves parameters and activations; else in order\n");
+    if (sizeof(floatX) == 4) fprintf(f, "  -p bf16 (if built) halves parameters and activations; or, in this order\n");
     Setting s = run->setting;
     while (rung_next(run, &s)) {
         Estimate e = setting_estimate(run, s);

@@ -21,6 +21,7 @@
     F(INT,    zero,          'z', 0,         0, 3, "ZeRO stage: 0 nothing sharded, 1 optimizer states, 2 and gradients, 3 and parameters") \
     F(INT,    persist_below,  0,  0,         0, INT64_MAX, "stage 3: units of fewer elements keep their parameters whole") \
     F(INT,    reduce_bucket,  0,  0,         0, INT64_MAX, "gradients are sent in groups of whole units of at most so many elements; 0 = unit by unit") \
+    F(ONEOF,  reduce,         0,  "micro",   "micro|step", 0, "stages 2 and 3: gradients are sent in every micro-step, or kept whole and sent once a step") \
     F(INT,    gather_bucket,  0,  0,         0, INT64_MAX, "the same for parameters") \
     F(INT,    overlap,        0,  1,         0, 1, "0: gradients and parameters move on the compute stream, one thing after another") \
     F(INT,    micro_batch,   'b', 4,         1, 1 << 20, "sequences per rank and micro-step") \
@@ -38,6 +39,9 @@
     F(REAL,   min_loss_scale, 0,  1,         1e-30, 1e30, "fp16: an overflow at this loss scale ends the run") \
     F(SWITCH, consecutive_hysteresis, 0, false, 0, 0, "fp16: every good step restores the hysteresis") \
     F(TEXT,   recompute,     'r', "none",    0, 0, "made again in the backward: none, cheap (norms), mlp, attention (and mlp), block, or K: K blocks at a time") \
+    F(SWITCH, deterministic,  0,  false,     0, 0, "gradients are summed in rank order: the same bits whatever NCCL does") \
+    F(INT,    check_replicas, 0,  0,         0, INT64_MAX, "every so many steps: do all ranks hold the same parameters? 0 = never") \
+    F(REAL,   timeout,        0,  600,       0, 1e9, "seconds without progress after which a rank says where it waits and ends the run; 0 = never") \
     F(INT,    seed,          's', 42,        0, INT64_MAX, "seed of the initial weights, the data order and the samples") \
     F(ONEOF,  optimizer,      0,  "adamw",   "adamw", 0, "optimizer") \
     F(REAL,   beta1,          0,  0.9,       0, 0.999999, "first moment decay") \
@@ -64,6 +68,7 @@
     F(TEXT,   gpu,            0,  "",        0, 0, "with --plan: for this GPU (h100, a100, l4, rtx 4090 ...)") \
     F(INT,    ranks,          0,  0,         0, 1 << 20, "with --plan: for so many ranks") \
     F(SWITCH, eval,           0,  false,     0, 0, "validate and stop") \
+    F(TEXT,   choices,        0,  "",        0, 0, "answer this file of multiple choice (JSONL of ctx, endings, label: HellaSwag) and stop") \
     F(TEXT,   generate,       0,  "",        0, 0, "continue this text and stop") \
     F(TEXT,   prompts,        0,  "",        0, 0, "continue the prompts of this JSONL file (- = stdin), -b at a time, JSONL to stdout, and stop") \
     F(INT,    sample_tokens,  0,  128,       0, 1 << 20, "tokens to generate; also of the sample at the end of a run (0 = none)") \
@@ -80,8 +85,8 @@
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
-    "master grad-dtype state-dtype tp pp sp offload offload-dir momentum keep deterministic " \
-    "config bench report check-replicas timeout comm-dtype reduce fp32-tensors muon-lr profile " \
+    "master grad-dtype state-dtype tp pp sp offload offload-dir momentum keep " \
+    "config bench report comm-dtype fp32-tensors muon-lr profile " \
     "tune repeat dropout"
 
 enum FlagKind { INT, REAL, TEXT, ONEOF, SWITCH };

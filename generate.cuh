@@ -253,11 +253,19 @@ static void prompt_begin(Prompt* p, const Model* m, int* ids, size_t num_ids, co
     if (p->config.num_tokens == 0 && !p->wants_logits) p->finish = Finish::LENGTH;
 }
 
+/* With what the tokenizer puts before a text, such as <s>. */
 static int* ids_from_text(const Generator* g, const char* text, const char* from, size_t* num_ids)
 {
     ENSURE(g->tokenizer != nullptr, "%s: text needs a tokenizer.json beside the model or the data, or --tokenizer",
            from);
-    return tokenizer_encode(g->tokenizer, text, strlen(text), num_ids);
+    size_t num_text, num_prefix = (size_t)g->tokenizer->num_prefix;
+    int* text_ids = tokenizer_encode(g->tokenizer, text, strlen(text), &num_text);
+    int* ids = (int*)malloc_checked((num_prefix + num_text + 1) * sizeof(int));
+    memcpy(ids, g->tokenizer->prefix, num_prefix * sizeof(int));
+    memcpy(ids + num_prefix, text_ids, num_text * sizeof(int));
+    free(text_ids);
+    *num_ids = num_prefix + num_text;
+    return ids;
 }
 
 /* The next line: {"prompt": TEXT} or {"ids": [...]}, and what differs from the command line. False at the end. */
@@ -318,14 +326,25 @@ static char* text_as_utf8(const char* text, size_t length)
     return out;
 }
 
+/* A model may have more ids than its tokenizer, as padding: they stand for nothing. */
+static char* text_of_ids(const Generator* g, const int* ids, int num_ids, size_t* length)
+{
+    int* known = (int*)malloc_checked((num_ids + 1) * sizeof(int));
+    size_t n = 0;
+    for (int i = 0; i < num_ids; i++) if (ids[i] < g->tokenizer->vocab_size) known[n++] = ids[i];
+    char* text = tokenizer_decode(g->tokenizer, known, n, length);
+    free(known);
+    return text;
+}
+
 static void prompt_write(const Prompt* p, const Model* m, const Generator* g, double end_s)
 {
     cJSON* j = json_new_object();
     json_add_int(j, "index", p->idx);
     if (g->tokenizer != nullptr) {
         size_t length, begins;                       // the whole, so that it does not lose a space in the middle
-        char* text = tokenizer_decode(g->tokenizer, p->ids, p->num_ids, &length);
-        free(tokenizer_decode(g->tokenizer, p->ids, p->num_prompt, &begins));
+        char* text = text_of_ids(g, p->ids, p->num_ids - (p->finish == Finish::STOP), &length);
+        free(text_of_ids(g, p->ids, p->num_prompt, &begins));
         char* valid = text_as_utf8(text + begins, length - begins);
         json_add_string(j, "text", valid);
         free(valid);
@@ -351,6 +370,7 @@ static void prompt_write(const Prompt* p, const Model* m, const Generator* g, do
 
 static void print_token(const Generator* g, int id)
 {
+    if (id >= g->tokenizer->vocab_size) return;
     size_t length;
     const char* text = tokenizer_token(g->tokenizer, id, &length);
     fwrite(text, 1, length, stdout);
@@ -471,7 +491,14 @@ static void generate_uncached(Model* m, Generator* g, Prompt* first)
 static void generate_all(Model* m, Decoder* decoder, Generator* g, Prompt* first)
 {
     g->start_s = generate_now_s();
-    for (int i = 0; g->streams && g->speaks && i < first->num_prompt; i++) print_token(g, first->ids[i]);
+    if (g->streams && g->speaks) {
+        int begins = 0;                              // the prompt without what the tokenizer has put before it
+        while (begins < g->tokenizer->num_prefix && first->ids[begins] == g->tokenizer->prefix[begins]) begins++;
+        size_t length;
+        char* text = text_of_ids(g, first->ids + begins, first->num_prompt - begins, &length);
+        fwrite(text, 1, length, stdout);
+        free(text);
+    }
     if (decoder != nullptr) generate_cached(decoder, g, first);
     else generate_uncached(m, g, first);
 }
@@ -543,7 +570,7 @@ static void generate(Model* m, Decoder* decoder, const Flags* f, const char* tok
         g.input_name = from_stdin ? "stdin" : f->prompts;
         g.input = from_stdin ? stdin : fopen(f->prompts, "r");
         ENSURE(g.input != nullptr, "--prompts %s: cannot be opened: %s", f->prompts, strerror(errno));
-        ENSURE(!from_stdin || f->zero < 3 || m->zero->comm->num_ranks == 1,
+        ENSURE(!from_stdin || m->zero->stage < 3 || m->zero->comm->num_ranks == 1,
                "--prompts -: at stage 3 every rank reads the prompts: give a file");
     } else {
         size_t num_ids;

@@ -1,8 +1,8 @@
-/* passes.cuh: forward and backward of the whole model: the units one after another, their parameters when they are needed,
- * their gradients when they are complete. The blocks themselves are in model.cuh.
+/* passes.cuh: forward and backward of the whole model: the units one after another, their parameters when they are
+ * needed, their gradients when they are complete. The blocks themselves are in model.cuh.
  *   model_visits       the order in which a micro-step uses the units' parameters
- *   model_forward      tokens -> the input of the head             head_forward, head_loss   the head, in chunks of rows
- *   model_train_micro  tokens, targets -> gradients, sums         model_eval_micro           tokens, targets -> sums */
+ *   model_forward      tokens -> the input of the head     head_forward, head_loss   the head, in chunks of rows
+ *   model_train_micro  tokens, targets -> gradients, sums  model_eval_micro          tokens, targets -> sums */
 #pragma once
 #include "model.cuh"
 

@@ -256,8 +256,10 @@ static void plan_run(Run* run, bool training)
     m->recompute = s->recompute;
     m->segment_layers = s->segment_layers;
     model_visits(m);
-    ZeroConfig zero = {s->stage, m->resident, s->G, training, f->overlap != 0, (size_t)f->persist_below,
-                       m->visits, m->num_visits, (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
+    ZeroConfig zero = {s->stage, m->resident, s->G, training, f->overlap != 0,
+                       strcmp(f->reduce, "step") == 0, f->deterministic,
+                       (size_t)f->persist_below, m->visits, m->num_visits,
+                       (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
     bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
     if (decodes) decoder_plan(&run->decoder, m, &run->plan, f->given[FLAG_prompts] ? s->B : 1, run->T);

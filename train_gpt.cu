@@ -6,9 +6,11 @@
  * model.cuh        the models, one block     zero/stages.h               who keeps what, when it moves, the step
  * passes.cuh       forward and backward      zero/checkpoint.h init.h    weights: read, written, made
  * generate.cuh     text from a model         kernels/device.cuh          the device
+ * choices.cuh      multiple choice
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"
+#include "choices.cuh"
 #include "generate.cuh"
 #include "zero/init.h"
 
@@ -169,6 +171,7 @@ static void train_step(Run* run)
 {
     int slot = (int)(run->step % STEPS_IN_FLIGHT);
     CUDA_CHECK(cudaEventRecord(run->step_begun[slot], run->zero.compute));
+    if (run->comm.watch != nullptr) run->comm.watch->step = run->step + 1;
     size_t asked_before = run->comm.asked_bytes;
     zero_step_begin(&run->zero);
     float dloss = (float)(1.0 / run->config.nominal_toks);
@@ -310,6 +313,8 @@ static void train(Run* run)
         size_t settled = evals || hashes || run->seen_skip ? step : step - 1;   // else the newest is left for next time
         char hash[32] = "";
         if (hashes) snprintf(hash, sizeof hash, "%016llx", zero_state_hash(&run->zero));
+        if (f->check_replicas > 0 && step % f->check_replicas == 0)
+            comm_ensure_same(&run->comm, zero_replica_hash(&run->zero), "the parameters it holds (--check-replicas)");
         for (; unread <= settled; unread++) finish_step(run, unread, hashes && unread == step ? hash : nullptr);
         if (last && hash[0]) SAY("state hash %s after step %zu\n", hash, step);
         if (evals) evaluate_and_say(run);
@@ -415,21 +420,6 @@ static uint64_t run_hash(const Run* run, int argc, char** argv)
     return fnv1a64(run->model.shard.units, run->model.shard.num_units * sizeof(Unit), hash);
 }
 
-static void refuse_what_is_not_there(const Flags* f)
-{
-    char name[64];
-    if (strcmp(f->precision, "fp16") != 0)
-        for (FlagIdx idx : {FLAG_loss_scale, FLAG_initial_scale_power, FLAG_loss_scale_window, FLAG_hysteresis,
-                            FLAG_min_loss_scale, FLAG_consecutive_hysteresis})
-            if (f->given[idx]) die_usage("%s is for -p fp16: leave it out", flag_long_name(&flag_rows[idx], name));
-    if (f->given[FLAG_gpu] && !f->plan) die_usage("--gpu goes with --plan; a run takes the GPU that is here");
-    if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
-    if (f->given[FLAG_epochs] && f->given[FLAG_steps])
-        die_usage("-n and --epochs both say where the run ends: give one");
-    int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_];
-    if (modes > 1) die_usage("--plan, --eval, --generate, --prompts and --export are different modes: give one");
-}
-
 /* Flags, files and plan: all that can be refused before anything is allocated. Returns the model's name; resume_path is
  * the checkpoint to go on from, or empty. */
 static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
@@ -512,7 +502,7 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
     run->flags = f;
     run->comm = *comm;
     bool generates = f->given[FLAG_generate] || f->given[FLAG_prompts], exports = f->given[FLAG_export_];
-    bool trains = !generates && !exports && !f->eval && !f->plan;
+    bool trains = !generates && !exports && !f->eval && !f->plan && !f->given[FLAG_choices];
     char resume_path[4096];
     const char* model_name = run_prepare(run, trains, resume_path);
     if (trains || f->plan) print_start(run, model_name);
@@ -525,8 +515,14 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
     } else if (generates) {
         ENSURE(run->tokenizer_path[0] || f->given[FLAG_prompts],
                "--generate needs a tokenizer.json: none in %s or %s; give --tokenizer FILE", model_name, f->data);
-        if (run->comm.rank == 0 || f->zero == 3)
+        if (run->comm.rank == 0 || run->setting.stage == 3)
             generate(&run->model, f->no_kv_cache ? nullptr : &run->decoder, f, run->tokenizer_path);
+    } else if (f->given[FLAG_choices]) {
+        ENSURE(run->tokenizer_path[0], "--choices needs a tokenizer.json: none in %s or %s; give --tokenizer FILE",
+               model_name, f->data);
+        ChoiceCounts counts = choices_count(&run->model, run->tokenizer_path, f->choices);
+        SAY("choices %s: %.0f lines | accuracy %.4f by likelihood, %.4f by likelihood per byte\n", f->choices,
+            counts.num_items, counts.num_right / counts.num_items, counts.num_right_per_byte / counts.num_items);
     } else if (f->eval) {
         ENSURE(run->has_val, "--eval needs validation shards: no val_*.bin in %s; give --val", f->data);
         evaluate_and_say(run);
@@ -541,6 +537,23 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
 }
 
 #ifdef PREC_MAIN
+static void refuse_what_is_not_there(const Flags* f)
+{
+    char name[64];
+    if (strcmp(f->precision, "fp16") != 0)
+        for (FlagIdx idx : {FLAG_loss_scale, FLAG_initial_scale_power, FLAG_loss_scale_window, FLAG_hysteresis,
+                            FLAG_min_loss_scale, FLAG_consecutive_hysteresis})
+            if (f->given[idx]) die_usage("%s is for -p fp16: leave it out", flag_long_name(&flag_rows[idx], name));
+    if (f->given[FLAG_gpu] && !f->plan) die_usage("--gpu goes with --plan; a run takes the GPU that is here");
+    if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
+    if (f->given[FLAG_epochs] && f->given[FLAG_steps])
+        die_usage("-n and --epochs both say where the run ends: give one");
+    int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_] +
+                f->given[FLAG_choices];
+    if (modes > 1)
+        die_usage("--plan, --eval, --choices, --generate, --prompts and --export are different modes: give one");
+}
+
 static void print_version(void)
 {
     printf("train_gpt " VERSION ", compiled %s with %s, device %s\n", __DATE__, __VERSION__,
@@ -554,8 +567,11 @@ static void print_version(void)
     );
 }
 
-/* The precisions that this binary holds: Makefile's PREC. */
+/* The precisions that this binary holds: Makefile's PREC, or this one alone. */
 static const struct { const char* name; decltype(run_all_fp32)* run_all; } precisions[] = {
+#if !defined(HAVE_FP32) && !defined(HAVE_BF16) && !defined(HAVE_FP16)
+    {FLOATX_NAME, RUN_ALL},
+#endif
 #ifdef HAVE_FP32
     {"fp32", run_all_fp32},
 #endif
@@ -591,6 +607,7 @@ int main(int argc, char** argv)
         return 0;
     }
     comm_init(&comm);
+    comm_watch(&comm, flags.timeout);
     run_all(&flags, &comm, argc, argv);
     comm_free(&comm);
     return 0;

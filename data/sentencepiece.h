@@ -1,10 +1,10 @@
-/* sentencepiece.h: BPE over characters with bytes to fall back on, as Llama-2's and Mistral's tokenizer.json have it; part
- * of tokenizer.h.
- *   spaces   every space becomes U+2581, and one is put before the text: by the normalizer before each piece between two
- *            added tokens, or by the pre_tokenizer Metaspace ("first": before the text alone; "always": before a piece
- *            that does not begin with one); Metaspace may also cut before each U+2581
- *   symbols  a character of the vocabulary; else its bytes, spelled <0xE2>; without those the unknown token, several in a
- *            row being one with "fuse_unk"
+/* sentencepiece.h: BPE over characters with bytes to fall back on, as Llama-2's and Mistral's tokenizer.json have it;
+ * part of tokenizer.h.
+ *   spaces   every space becomes U+2581, and one is put before the text: by the normalizer before each piece between
+ *            two added tokens, or by the pre_tokenizer Metaspace ("first": before the text alone; "always": before a
+ *            piece that does not begin with one); Metaspace may also cut before each U+2581
+ *   symbols  a character of the vocabulary; else its bytes, spelled <0xE2>; without those the unknown token, several in
+ *            a row being one with "fuse_unk"
  *   merges   as in byte-level BPE, but over the whole text
  *   decode   U+2581 is a space, <0xE2> a byte; one leading space is dropped where "decoder" says so
  * Not handled, and refused by name: other normalizers and pre_tokenizers, "normalized" added tokens. */
@@ -36,7 +36,8 @@ static inline void sentencepiece_read_normalizer(SentencePiece* s, const cJSON* 
     const char* type = json_string(item, "type", path);
     if (strcmp(type, "Sequence") == 0) {
         const cJSON* member;
-        cJSON_ArrayForEach(member, json_array(item, "normalizers", path)) sentencepiece_read_normalizer(s, member, path);
+        cJSON_ArrayForEach(member, json_array(item, "normalizers", path))
+            sentencepiece_read_normalizer(s, member, path);
         return;
     }
     if (strcmp(type, "Prepend") == 0 && sentencepiece_is_string(item, "prepend", SPACE_MARK)) {

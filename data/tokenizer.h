@@ -2,7 +2,7 @@
  *
  *   Tokenizer* k = tokenizer_open(path)            a tokenizer.json, or the folder it lies in
  *   int* ids = tokenizer_encode(k, text, length, &n)     UTF-8 text; special tokens written out in it are recognised;
- *                                                  none are added (no post-processor). free() it
+ *                                                  none are added: k->prefix are those that belong before. free() it
  *   char* text = tokenizer_decode(k, ids, n, &length)    bytes with a NUL after them; a character may be cut by the
  *                                                  last token, so length counts and UTF-8 is not promised. free() it
  *   tokenizer_token(k, id, &length)                the bytes of one token, not to be freed
@@ -77,6 +77,7 @@ typedef struct {
     int num_steps;
     bool ignore_merges;
     SentencePiece pieces;
+    int prefix[8], num_prefix;   // ids that the post_processor puts before a text, such as the beginning of a text
     pcre2_match_data* match;
 } Tokenizer;
 
@@ -392,6 +393,23 @@ static inline void tokenizer_read_steps(Tokenizer* k, const cJSON* root)
            "or train one with data/prepare.py", k->path);
 }
 
+static inline int tokenizer_find(const Tokenizer* k, const char* spelling);
+
+/* A TemplateProcessing, alone or in a Sequence: its special tokens before "Sequence". */
+static inline void tokenizer_read_prefix(Tokenizer* k, const cJSON* processor)
+{
+    const cJSON* member;
+    cJSON_ArrayForEach(member, json_get(processor, "processors")) tokenizer_read_prefix(k, member);
+    cJSON_ArrayForEach(member, json_get(processor, "single")) {
+        const cJSON* special = json_get(member, "SpecialToken");
+        if (special == nullptr || k->num_prefix == (int)(sizeof k->prefix / sizeof k->prefix[0])) return;
+        const char* spelling = json_string(special, "id", k->path);
+        k->prefix[k->num_prefix] = tokenizer_find(k, spelling);
+        ENSURE(k->prefix[k->num_prefix++] >= 0, "%s: its post_processor puts \"%s\", which is no token", k->path,
+               spelling);
+    }
+}
+
 static inline Tokenizer* tokenizer_open(const char* path)
 {
     char file[4096];
@@ -417,6 +435,7 @@ static inline Tokenizer* tokenizer_open(const char* path)
     const char* unk = json_string_or(model, "unk_token", "", file);
     if (k->pieces.on && unk[0] != 0) k->pieces.unk_id = token_map_find(k, unk, strlen(unk));
     k->ignore_merges = json_bool_or(model, "ignore_merges", false, file);
+    if (json_has(root, "post_processor")) tokenizer_read_prefix(k, json_object(root, "post_processor", file));
     k->match = pcre2_match_data_create(8, nullptr);
     ENSURE(k->match != nullptr, "out of host memory for a pattern's matches");
     cJSON_Delete(none);
@@ -515,8 +534,10 @@ static inline size_t tokenizer_first_symbols(const Tokenizer* k, const char* tex
         for (size_t b = 0; b < n; b++) has_bytes = has_bytes && k->byte_ids[(unsigned char)text[i + b]] >= 0;
         bool unknown = id < 0 && !has_bytes;
         if (id >= 0) symbols[count++].id = id;
-        for (size_t b = 0; id < 0 && has_bytes && b < n; b++) symbols[count++].id = k->byte_ids[(unsigned char)text[i + b]];
-        if (unknown && k->pieces.unk_id >= 0 && !(after_unk && k->pieces.fuse_unk)) symbols[count++].id = k->pieces.unk_id;
+        for (size_t b = 0; id < 0 && has_bytes && b < n; b++)
+            symbols[count++].id = k->byte_ids[(unsigned char)text[i + b]];
+        if (unknown && k->pieces.unk_id >= 0 && !(after_unk && k->pieces.fuse_unk))
+            symbols[count++].id = k->pieces.unk_id;
         after_unk = unknown;
     }
     return count;
@@ -634,8 +655,8 @@ static inline void tokenizer_pieces(const Tokenizer* k, const char* text, size_t
     char* marked = (char*)malloc_checked(3 * (length + 1));
     size_t n = 0;
     bool begins_with_mark = (s->replaces && text[0] == ' ') || (length >= 3 && memcmp(text, SPACE_MARK, 3) == 0);
-    bool puts = s->space_before == SpaceBefore::PIECE || (s->space_before == SpaceBefore::ALWAYS && !begins_with_mark) ||
-                (s->space_before == SpaceBefore::FIRST && first && !begins_with_mark);
+    bool may_put = s->space_before == SpaceBefore::ALWAYS || (s->space_before == SpaceBefore::FIRST && first);
+    bool puts = s->space_before == SpaceBefore::PIECE || (may_put && !begins_with_mark);
     if (puts) n += (size_t)sprintf(marked, SPACE_MARK);
     for (size_t i = 0; i < length; i++) {
         bool space = s->replaces && text[i] == ' ';

@@ -244,7 +244,7 @@ def shard_write(path, num_toks, seed):
 
 def prepare_data():
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 97, "n_positions": 16,
-              "n_embd": 16, "n_layer": 2, "n_head": 2, "activation_function": "gelu_new",
+              "n_embd": 16, "n_layer": 4, "n_head": 2, "activation_function": "gelu_new",
               "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
     (WORK / "model").mkdir(parents=True, exist_ok=True)
     (WORK / "model" / "config.json").write_text(json.dumps(config))
@@ -258,6 +258,7 @@ BASE = ["-m", WORK / "model", "--from-scratch", "-d", WORK / "data", "-t", 16, "
 LAYOUTS = [
     ("stage 2", "fp32", 2, ["-z", 2, "-b", 1, "-g", 2, "-n", 3, "--eval-every", 2, "-v", WORK / "data"]),
     ("stage 3", "fp32", 2, ["-z", 3, "-b", 1, "-g", 2, "-n", 3, "--reduce-bucket", 1]),
+    ("stage 3, in order", "fp32", 2, ["-z", 3, "-b", 1, "-g", 1, "-n", 2, "-r", 2, "--deterministic"]),
     ("stage 1", "fp32", 2, ["-z", 1, "-b", 1, "-g", 2, "-n", 3]),
     ("stage 0", "fp32", 2, ["-z", 0, "-b", 1, "-g", 2, "-n", 3]),
     ("stage 2, resumed", "fp32", 2, ["-z", 2, "-b", 1, "-g", 1, "-n", 2, "--save-every", 1]),

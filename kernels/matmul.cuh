@@ -221,7 +221,8 @@ static void matmul_plan_make(MatmulPlan* plan, MatmulShape s, MatmulEpilogue e)
     if (e.bias != nullptr) matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, d_type);
     if (e.aux != nullptr) matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, (int64_t)s.m);
     matmul_epilogue_point(plan, e);
-    plan->exists = matmul_plan_ask(plan);
+    const bool aligned = s.alignment_bytes >= 16; // an epilogue's own tensors need that; it is not asked about
+    plan->exists = (aligned || e.kind == CUBLASLT_EPILOGUE_DEFAULT) && matmul_plan_ask(plan);
     ENSURE(plan->exists || e.kind != CUBLASLT_EPILOGUE_DEFAULT,
            "cuBLASLt has no algorithm for a product (%d,%d) x %d of %s aligned to %d bytes", s.m, s.n, s.k, FLOATX_NAME,
            s.alignment_bytes);

@@ -127,9 +127,10 @@ def speaker(tmp_path_factory):
     return run.checkpoint(60)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_generate_greedy(speaker, ranks):
-    out = train_gpt("-m", speaker, "--generate", "cdef", "--sample-tokens", 12, "--temperature", 0, ranks=ranks).out
+@pytest.mark.parametrize("ranks,stage", [(1, 0), (2, 0), (2, 3), (3, 3)])
+def test_generate_greedy(speaker, ranks, stage):
+    out = train_gpt("-m", speaker, "--generate", "cdef", "--sample-tokens", 12, "--temperature", 0, "-z", stage,
+                    ranks=ranks).out
     assert "cdefgabcdefgabcd" in out
 
 

@@ -10,7 +10,8 @@
 #ifndef NO_MPI
 #include <mpi.h>
 #endif
-#include "../kernels/common.cuh"
+#include "../kernels/accumulate.cuh"
+#include "watchdog.h"
 #ifndef DEVICE_CUDA
 #include "../kernels/cpu/device.h"
 #endif
@@ -26,6 +27,13 @@ typedef struct Comm {
     int host_rank, host_num_ranks;  // on this host
     ncclComm_t nccl;
     size_t asked_bytes;             // since the start
+    Watch* watch;                   // null with one rank
+    bool in_group;                  // between comm_group_begin and _end
+    float* pieces;                  // --deterministic: what the ranks send for one reduction; else null
+#ifndef NO_MPI
+    MPI_Comm host;
+    MPI_Win beats;
+#endif
 } Comm;
 
 #define MPI_CHECK(call) do { \
@@ -38,7 +46,11 @@ typedef struct Comm {
 } while (0)
 
 #ifndef NO_MPI
-static void comm_abort(int exit_code) { MPI_Abort(MPI_COMM_WORLD, exit_code); }
+static void comm_abort(int exit_code)
+{
+    watch_has_spoken();
+    MPI_Abort(MPI_COMM_WORLD, exit_code);
+}
 #endif
 
 /* The launcher's rank, before MPI is up, so that a refusal of the command line is printed once. */
@@ -53,22 +65,41 @@ static int comm_launcher_rank(void)
 
 static void comm_init(Comm* c)
 {
-    *c = Comm{0, 1, 0, 1, nullptr, 0};
+    *c = Comm{};
+    c->num_ranks = c->host_num_ranks = 1;
 #ifndef NO_MPI
     // A library that spins while it waits starves the ranks it waits for when there are more of them than cores.
     setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
     MPI_CHECK(MPI_Init(nullptr, nullptr));
     MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &c->rank));
     MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &c->num_ranks));
-    MPI_Comm host;
-    MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, c->rank, MPI_INFO_NULL, &host));
-    MPI_CHECK(MPI_Comm_rank(host, &c->host_rank));
-    MPI_CHECK(MPI_Comm_size(host, &c->host_num_ranks));
-    MPI_CHECK(MPI_Comm_free(&host));
+    MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, c->rank, MPI_INFO_NULL, &c->host));
+    MPI_CHECK(MPI_Comm_rank(c->host, &c->host_rank));
+    MPI_CHECK(MPI_Comm_size(c->host, &c->host_num_ranks));
     die_abort = comm_abort;
 #endif
     die_rank = c->rank;
     die_num_ranks = c->num_ranks;
+}
+
+/* From here on a hang ends with a message. */
+static void comm_watch(Comm* c, double timeout_s)
+{
+    if (c->num_ranks == 1) return;
+#ifndef NO_MPI
+    Beat *own, *beats;
+    MPI_Aint size_bytes;
+    int unit_bytes;
+    MPI_CHECK(MPI_Win_allocate_shared(sizeof(Beat), 1, MPI_INFO_NULL, c->host, &own, &c->beats));
+    MPI_CHECK(MPI_Win_shared_query(c->beats, 0, &size_bytes, &unit_bytes, &beats));
+    if (c->host_rank == 0) memset((void*)beats, 0, c->host_num_ranks * sizeof(Beat));
+    MPI_CHECK(MPI_Barrier(c->host));
+    ENSURE(own == beats + c->host_rank, "the shared memory of this host's ranks is not in one piece");
+    c->watch = watch_start(beats, c->host_num_ranks, c->host_rank, c->rank, timeout_s);
+    MPI_CHECK(MPI_Barrier(c->host));
+#else
+    (void)timeout_s;
+#endif
 }
 
 /* After the device is chosen. */
@@ -92,6 +123,12 @@ static void comm_free(Comm* c)
 #endif
 #ifndef NO_MPI
     die_abort = nullptr;
+    if (c->watch != nullptr) {
+        MPI_CHECK(MPI_Barrier(c->host));   // nobody looks at a rank that has left
+        watch_end(c->watch);
+        MPI_CHECK(MPI_Win_free(&c->beats));
+    }
+    MPI_CHECK(MPI_Comm_free(&c->host));
     MPI_CHECK(MPI_Finalize());
 #endif
     (void)c;
@@ -101,6 +138,7 @@ static void comm_free(Comm* c)
 static void comm_barrier(const Comm* c)
 {
     if (c->num_ranks == 1) return;
+    watch_collective(c->watch, "a barrier", 0);
 #ifndef NO_MPI
     MPI_Request request;
     MPI_CHECK(MPI_Ibarrier(MPI_COMM_WORLD, &request));
@@ -109,6 +147,7 @@ static void comm_barrier(const Comm* c)
         if (!done) usleep(200);
     }
 #endif
+    watch_move(c->watch, "what follows a barrier", 0);
 }
 
 static void comm_broadcast_host(const Comm* c, void* data, size_t size_bytes)
@@ -156,30 +195,59 @@ static inline size_t nccl_type_bytes(ncclDataType_t type)
     return type == ncclFloat32 ? 4 : type == ncclFloat64 || type == ncclUint64 ? 8 : 2;
 }
 
+/* A collective of a group is under way until the group ends. */
+static void comm_has_asked(const Comm* c, const char* place, size_t n)
+{
+    if (!c->in_group) watch_move(c->watch, place, n);
+}
+
 /* data (n) = sum over ranks, in place. */
 static void comm_all_reduce(Comm* c, void* data, size_t n, ncclDataType_t type, cudaStream_t stream)
 {
     if (c->num_ranks == 1 || n == 0) return;
+    watch_collective(c->watch, "ncclAllReduce", n);
     c->asked_bytes += comm_all_reduce_bytes(c, n, nccl_type_bytes(type));
 #ifndef NO_NCCL
     NCCL_CHECK(ncclAllReduce(data, data, n, type, ncclSum, c->nccl, stream));
 #else
     (void)data; (void)stream;
 #endif
+    comm_has_asked(c, "what follows ncclAllReduce", n);
+}
+
+/* The pieces (R,n) of this rank's slice from all ranks, then their sum in rank order: the same bits however NCCL would
+ * have gone about it. */
+static void comm_reduce_in_order(Comm* c, float* out, const float* inp, size_t n, cudaStream_t stream)
+{
+    CUDA_CHECK(cudaMemcpyAsync(c->pieces + c->rank * n, inp + c->rank * n, n * sizeof(float), cudaMemcpyDeviceToDevice,
+                               stream));
+#ifndef NO_NCCL
+    NCCL_CHECK(ncclGroupStart());
+    for (int i = 1; i < c->num_ranks; i++) {
+        int to = (c->rank + i) % c->num_ranks, from = (c->rank + c->num_ranks - i) % c->num_ranks;
+        NCCL_CHECK(ncclSend(inp + to * n, n, ncclFloat32, to, c->nccl, stream));
+        NCCL_CHECK(ncclRecv(c->pieces + from * n, n, ncclFloat32, from, c->nccl, stream));
+    }
+    NCCL_CHECK(ncclGroupEnd());
+#endif
+    pieces_sum(out, c->pieces, c->num_ranks, n, stream);
 }
 
 /* out (n) = sum over ranks of their inp[rank*n ...]; inp is (R*n). `out` may be inp + rank*n. */
-static void comm_reduce_scatter(Comm* c, void* out, const void* inp, size_t n, ncclDataType_t type, cudaStream_t stream)
+static void comm_reduce_scatter(Comm* c, float* out, const float* inp, size_t n, cudaStream_t stream)
 {
-    size_t bytes = n * nccl_type_bytes(type);
     if (c->num_ranks == 1) {
-        if (out != inp) CUDA_CHECK(cudaMemcpyAsync(out, inp, bytes, cudaMemcpyDeviceToDevice, stream));
+        if (out != inp)
+            CUDA_CHECK(cudaMemcpyAsync(out, inp, n * sizeof(float), cudaMemcpyDeviceToDevice, stream));
         return;
     }
-    c->asked_bytes += comm_scatter_bytes(c, n, nccl_type_bytes(type));
+    watch_collective(c->watch, "ncclReduceScatter", n);
+    c->asked_bytes += comm_scatter_bytes(c, n, sizeof(float));
+    if (c->pieces != nullptr) comm_reduce_in_order(c, out, inp, n, stream);
 #ifndef NO_NCCL
-    NCCL_CHECK(ncclReduceScatter(inp, out, n, type, ncclSum, c->nccl, stream));
+    else NCCL_CHECK(ncclReduceScatter(inp, out, n, ncclFloat32, ncclSum, c->nccl, stream));
 #endif
+    comm_has_asked(c, "what follows ncclReduceScatter", n);
 }
 
 /* data (R*n) = every rank's `own` (n), in rank order. `own` may be data + rank*n. */
@@ -190,28 +258,29 @@ static void comm_all_gather(Comm* c, void* data, const void* own, size_t n, nccl
         if (data != own) CUDA_CHECK(cudaMemcpyAsync(data, own, bytes, cudaMemcpyDeviceToDevice, stream));
         return;
     }
+    watch_collective(c->watch, "ncclAllGather", n);
     c->asked_bytes += comm_scatter_bytes(c, n, nccl_type_bytes(type));
 #ifndef NO_NCCL
     NCCL_CHECK(ncclAllGather(own, data, n, type, c->nccl, stream));
 #endif
+    comm_has_asked(c, "what follows ncclAllGather", n);
 }
 
 /* Collectives between the two are sent together. */
-static void comm_group_begin(const Comm* c)
+static void comm_group_begin(Comm* c)
 {
+    c->in_group = true;
 #ifndef NO_NCCL
     if (c->num_ranks > 1) NCCL_CHECK(ncclGroupStart());
-#else
-    (void)c;
 #endif
 }
-static void comm_group_end(const Comm* c)
+static void comm_group_end(Comm* c)
 {
+    c->in_group = false;
 #ifndef NO_NCCL
     if (c->num_ranks > 1) NCCL_CHECK(ncclGroupEnd());
-#else
-    (void)c;
 #endif
+    watch_move(c->watch, "what follows a group of collectives", 0);
 }
 
 /* Bytes this rank has sent in collectives since the start. */

@@ -32,6 +32,8 @@ typedef struct ZeroConfig {
     int num_micro_steps;
     bool training;              // else no gradients and moments
     bool overlap;
+    bool reduces_once;          // stages 2-3: gradients whole, sent at the boundary instead of in each micro-step
+    bool deterministic;         // reductions in rank order, whatever NCCL does
     size_t persist_below;       // stage 3: smaller units keep their parameters whole
     const int* visits;          // (num_visits) the units of a micro-step in the order in which the model uses them
     int num_visits;
@@ -43,6 +45,7 @@ typedef struct Zero {
     const Shard* shard;
     int stage;
     bool training, overlap;
+    bool reduces_once;          // gradients are kept whole at every stage, as at stage 1
     int num_micro_steps;
     Buckets grad_buckets, param_buckets;
     // parameters
@@ -86,7 +89,7 @@ static void stream_wait(cudaStream_t to, cudaStream_t from, cudaEvent_t event, c
 }
 
 static bool zero_slices_states(const Zero* z) { return z->stage >= 1; }
-static bool zero_slices_grads(const Zero* z) { return z->stage >= 2; }
+static bool zero_slices_grads(const Zero* z) { return z->stage >= 2 && !z->reduces_once; }
 
 /* What this rank updates of unit u, in the flat space, and where its states are. */
 static Range zero_owned(const Zero* z, int u)
@@ -157,12 +160,13 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     z->stage = config->stage;
     z->training = config->training;
     z->overlap = config->overlap;
+    z->reduces_once = config->reduces_once;
     z->num_micro_steps = config->num_micro_steps;
     z->visits = config->visits;
     z->num_visits = config->num_visits;
     bool *kept = (bool*)malloc_checked(2 * shard->num_units * sizeof(bool)), *kept_grads = kept + shard->num_units;
     for (int u = 0; u < shard->num_units; u++) {
-        kept_grads[u] = z->stage < 2 || config->resident[u];
+        kept_grads[u] = !zero_slices_grads(z) || config->resident[u];
         kept[u] = z->stage < 3 || config->resident[u] || shard->units[u].range.count < config->persist_below;
     }
     buckets_build(&z->grad_buckets, shard, kept_grads, config->reduce_bucket);
@@ -171,6 +175,11 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     size_t whole = shard->num_elems, state = zero_slices_states(z) ? whole / shard->num_ranks : whole;
     plan_params(z, plan);
     if (sizeof(floatX) < 4) plan_add(plan, "master weights", Place::DEVICE, &z->master, state);
+    size_t largest = 0;
+    for (int u = 0; u < shard->num_units; u++)
+        if (shard->units[u].range.count > largest) largest = shard->units[u].range.count;
+    if (z->training && config->deterministic && shard->num_ranks > 1)
+        plan_add(plan, "gradients, pieces of all ranks", Place::DEVICE, &comm->pieces, largest);
     if (z->training) {
         plan_gradients(z, plan, config->resident);
         plan_add(plan, "optimizer states", Place::DEVICE, &z->moment1, state);
@@ -213,7 +222,7 @@ static void zero_place_units(Zero* z)
     }
 }
 
-/* After plan_allocate: streams, events, tables. */
+/* After plan_allocate: streams, events, tables. What is waited for first is recorded here: nothing to wait for yet. */
 static void zero_start(Zero* z)
 {
     CUDA_CHECK(cudaStreamCreateWithFlags(&z->compute, cudaStreamNonBlocking));
@@ -346,8 +355,16 @@ static float* zero_gradient_begin(Zero* z, int u)
 static void unit_reduce(Zero* z, int u, float* slice)
 {
     size_t count = z->shard->units[u].range.count;
-    if (z->stage == 0) comm_all_reduce(z->comm, z->unit_grads[u], count, ncclFloat32, z->reduce);
-    else comm_reduce_scatter(z->comm, slice, z->unit_grads[u], count / z->shard->num_ranks, ncclFloat32, z->reduce);
+    if (z->stage > 0) {
+        comm_reduce_scatter(z->comm, slice, z->unit_grads[u], count / z->shard->num_ranks, z->reduce);
+    } else if (z->comm->pieces != nullptr) {
+        size_t n = count / z->shard->num_ranks;
+        float* own = z->unit_grads[u] + z->comm->rank * n;
+        comm_reduce_scatter(z->comm, own, z->unit_grads[u], n, z->reduce);
+        comm_all_gather(z->comm, z->unit_grads[u], own, n, ncclFloat32, z->reduce);
+    } else {
+        comm_all_reduce(z->comm, z->unit_grads[u], count, ncclFloat32, z->reduce);
+    }
 }
 
 /* After the backward of unit u in micro-step `micro` of `num_micro`: sends what this stage sends now. A backward goes
@@ -360,12 +377,13 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
     if (u != buckets->first_unit[b] || (!boundary && !in_ring)) return;
     stream_wait(z->reduce, z->compute, z->edge, "the bucket's gradient is complete");
     size_t first = shard_packed_first(z->shard, u);
-    comm_group_begin(z->comm);
+    bool one_by_one = z->comm->pieces != nullptr;   // each is summed before the pieces of the next arrive
+    if (!one_by_one) comm_group_begin(z->comm);
     for (int i = u; i < buckets->first_unit[b + 1]; i++) {
         float* own = zero_reduced_grad(z, i, shard_slice(z->shard, i, z->comm->rank).first);
         unit_reduce(z, i, adds ? z->reduced + (shard_packed_first(z->shard, i) - first) : own);
     }
-    comm_group_end(z->comm);
+    if (!one_by_one) comm_group_end(z->comm);
     float* own = zero_reduced_grad(z, u, shard_slice(z->shard, u, z->comm->rank).first);
     size_t count = bucket_range(buckets, z->shard, b).count / z->shard->num_ranks;
     if (adds) accumulate(own, z->reduced, count, z->reduce);
@@ -494,6 +512,29 @@ static unsigned long long zero_state_hash(Zero* z)
         }
     }
     comm_all_reduce(z->comm, z->hash, 1, ncclUint64, z->compute);
+    unsigned long long h_hash;
+    CUDA_CHECK(cudaMemcpyAsync(&h_hash, z->hash, sizeof h_hash, cudaMemcpyDeviceToHost, z->compute));
+    CUDA_CHECK(cudaStreamSynchronize(z->compute));
+    return h_hash;
+}
+
+/* Of what every rank must hold alike: whole parameters, and at stage 0 the moments. Synchronises. */
+static unsigned long long zero_replica_hash(Zero* z)
+{
+    const Shard* shard = z->shard;
+    zero_params_settle(z);
+    CUDA_CHECK(cudaMemsetAsync(z->hash, 0, sizeof *z->hash, z->compute));
+    for (int u = 0; u < shard->num_units; u++) {
+        Range range = shard->units[u].range;
+        if (!unit_in_ring(&z->param_buckets, u))
+            state_hash_accumulate(z->hash, z->unit_params[u], range.count * sizeof(floatX) / 4, range.first,
+                                  z->compute);
+        if (zero_slices_states(z)) continue;
+        const float* moments[] = {z->moment1 + range.first, z->moment2 + range.first};
+        for (int k = 0; k < 2; k++)
+            state_hash_accumulate(z->hash, moments[k], range.count, (k + 1) * shard->num_elems + range.first,
+                                  z->compute);
+    }
     unsigned long long h_hash;
     CUDA_CHECK(cudaMemcpyAsync(&h_hash, z->hash, sizeof h_hash, cudaMemcpyDeviceToHost, z->compute));
     CUDA_CHECK(cudaStreamSynchronize(z->compute));

@@ -1,5 +1,6 @@
 /* cuda_fp16.h: IEEE half precision under NVIDIA's names: storage and conversions, round to nearest even.
- * F16C where the compiler may use it, integer arithmetic elsewhere; both give the same bits. */
+ * Conversions are without branches, so that loops over them are vectorised. Where whole vectors are at hand, simd.h and
+ * reduce.h use F16C; the bits are the same, but for the payload of a NaN. */
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -10,50 +11,34 @@
 
 struct __half_raw { unsigned short x; };
 
-static inline unsigned short fp16_bits_from_float_soft(float f)
+static inline unsigned short fp16_bits_from_float(float f)
 {
     uint32_t u;
     memcpy(&u, &f, 4);
-    uint32_t sign = (u >> 16) & 0x8000u, a = u & 0x7FFFFFFFu;
-    if (a > 0x7F800000u) return 0x7FFF;                            // NaN, as NVIDIA's conversion gives it
-    if (a >= 0x477FF000u) return (unsigned short)(sign | 0x7C00u); // 65520 and up round to infinity
-    if (a < 0x38800000u) {                                         // below 2^-14: adding 0.5 aligns and rounds
-        float mag;
-        memcpy(&mag, &a, 4);
-        mag += 0.5f;
-        memcpy(&a, &mag, 4);
-        return (unsigned short)(sign | (a - 0x3F000000u));
-    }
-    a += 0xC8000FFFu + ((a >> 13) & 1u);                           // exponent bias 127 -> 15, round to nearest even
-    return (unsigned short)(sign | (a >> 13));
+    const uint32_t sign = (u >> 16) & 0x8000u, a = u & 0x7FFFFFFFu;
+    float mag;                                                     // below 2^-14: adding 0.5 aligns and rounds
+    memcpy(&mag, &a, 4);
+    mag += 0.5f;
+    uint32_t tiny;
+    memcpy(&tiny, &mag, 4);
+    const uint32_t normal = (a + 0xC8000FFFu + ((a >> 13) & 1u)) >> 13;   // exponent bias 127 -> 15, to nearest even
+    uint32_t rounded = a < 0x38800000u ? tiny - 0x3F000000u : normal;
+    rounded = a >= 0x477FF000u ? 0x7C00u : rounded;                // 65520 and up round to infinity
+    return (unsigned short)(a > 0x7F800000u ? 0x7FFFu : sign | rounded);  // NaN as NVIDIA's conversion gives it
 }
 
-static inline float fp16_bits_to_float_soft(unsigned short bits)
+static inline float fp16_bits_to_float(unsigned short bits)
 {
-    uint32_t sign = (uint32_t)(bits & 0x8000u) << 16, exponent = (bits >> 10) & 31u, mantissa = bits & 0x3FFu;
-    uint32_t u;
-    if (exponent == 31) u = 0x7F800000u | (mantissa << 13);
-    else if (exponent != 0) u = ((exponent + 112) << 23) | (mantissa << 13);
-    else {
-        float tiny = (float)mantissa * 5.9604644775390625e-8f;     // 2^-24: exact
-        memcpy(&u, &tiny, 4);
-    }
-    u |= sign;
+    const uint32_t sign = (uint32_t)(bits & 0x8000u) << 16, a = (uint32_t)(bits & 0x7FFFu) << 13;
     float f;
+    memcpy(&f, &a, 4);
+    f *= 5.192296858534828e33f;                                    // 2^112: exponent bias 15 -> 127, exact
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    u = sign | (a >= 0x0F800000u ? a | 0x7F800000u : u);           // infinity and NaN
     memcpy(&f, &u, 4);
     return f;
 }
-
-#ifdef __F16C__
-static inline unsigned short fp16_bits_from_float(float f)
-{
-    return f != f ? 0x7FFF : (unsigned short)_cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT);
-}
-static inline float fp16_bits_to_float(unsigned short bits) { return _cvtsh_ss(bits); }
-#else
-static inline unsigned short fp16_bits_from_float(float f) { return fp16_bits_from_float_soft(f); }
-static inline float fp16_bits_to_float(unsigned short bits) { return fp16_bits_to_float_soft(bits); }
-#endif
 
 struct __half {
     unsigned short bits;

@@ -1,0 +1,139 @@
+/* watchdog.h: no hang without a word. A thread of each rank notes five times a second that the rank is alive, in memory
+ * that the ranks of a host share, and looks how long the rank's main thread has been at the same place. Past timeout_s
+ * it says which rank waits in which collective of which step, and which rank of this host gives no sign of life or is
+ * behind; then it ends the process, and the launcher ends the others. If the launcher ends them first, one says where
+ * it was. The thread makes no CUDA, NCCL or MPI call, so that it cannot hang with them. With several hosts it knows its
+ * own. On a GPU the collective is the newest that was enqueued: the one that hangs is that or one before it. */
+#pragma once
+#include <csignal>
+#include <ctime>
+#include <pthread.h>
+#include "../data/error.h"
+
+/* One per rank of the host, a cache line each, in shared memory. */
+typedef struct alignas(64) Beat {
+    volatile double alive_s, moved_s;   // when the thread and when the main thread last did something; monotonic clock
+    volatile unsigned long long num_collectives;
+    volatile int rank;
+    volatile bool has_spoken;           // it has said why the run ends: the others need not
+} Beat;
+
+typedef struct Watch {
+    Beat* beats;                // (num_beats)
+    int num_beats, own;
+    double timeout_s;           // 0: never
+    const char* volatile place; // what the main thread does
+    volatile size_t elems, step;
+    volatile bool stops;
+    pthread_t thread;
+} Watch;
+
+inline Watch* watch_of_signals = nullptr;   // a signal handler has no argument
+
+static double watch_now_s(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+/* The main thread is at another place. */
+static void watch_move(Watch* w, const char* place, size_t elems)
+{
+    if (w == nullptr) return;
+    w->place = place;
+    w->elems = elems;
+    w->beats[w->own].moved_s = watch_now_s();
+}
+
+static void watch_collective(Watch* w, const char* name, size_t elems)
+{
+    if (w == nullptr) return;
+    w->beats[w->own].num_collectives++;
+    watch_move(w, name, elems);
+}
+
+/* Where this rank is and who of the host is missing or behind, in one line. */
+static int watch_text(const Watch* w, const char* why, char* line, size_t size)
+{
+    double now = watch_now_s();
+    const Beat* own = &w->beats[w->own];
+    int n = snprintf(line, size, "train_gpt: rank %d: %s: step %zu, in %s of %zu elements since %.1f s", own->rank, why,
+                     w->step, w->place, w->elems, now - own->moved_s);
+    for (int i = 0; i < w->num_beats && n < (int)size; i++) {
+        const Beat* b = &w->beats[i];
+        if (now - b->alive_s > 2.5)
+            n += snprintf(line + n, size - n, "; rank %d gives no sign of life since %.1f s: stopped or killed",
+                          b->rank, now - b->alive_s);
+        else if (b->num_collectives < own->num_collectives)
+            n += snprintf(line + n, size - n, "; rank %d is %llu collectives behind", b->rank,
+                          own->num_collectives - b->num_collectives);
+    }
+    if (n > (int)size - 2) n = (int)size - 2;
+    line[n++] = '\n';
+    return n;
+}
+
+static void watch_say(const Watch* w, const char* why)
+{
+    char line[1024];
+    for (int i = 0; i < w->num_beats; i++) if (w->beats[i].has_spoken) return;
+    w->beats[w->own].has_spoken = true;
+    int n = watch_text(w, why, line, sizeof line);
+    if (write(2, line, n) < 0) return;   // there is nobody to tell
+}
+
+/* A message of another kind ends the run. */
+static void watch_has_spoken(void)
+{
+    if (watch_of_signals != nullptr) watch_of_signals->beats[watch_of_signals->own].has_spoken = true;
+}
+
+static void watch_on_signal(int)
+{
+    watch_say(watch_of_signals, "ended by SIGTERM");
+    _exit(1);
+}
+
+static void* watch_run(void* arg)
+{
+    Watch* w = (Watch*)arg;
+    Beat* own = &w->beats[w->own];
+    while (!w->stops) {
+        own->alive_s = watch_now_s();
+        if (w->timeout_s > 0 && own->alive_s - own->moved_s > w->timeout_s) {
+            watch_say(w, "waits longer than --timeout");
+            _exit(1);
+        }
+        usleep(200 * 1000);
+    }
+    return nullptr;
+}
+
+/* beats: shared by the ranks of this host, all zero. */
+static Watch* watch_start(Beat* beats, int num_beats, int own, int rank, double timeout_s)
+{
+    Watch* w = (Watch*)malloc_checked(sizeof *w);
+    *w = Watch{};
+    w->beats = beats;
+    w->num_beats = num_beats;
+    w->own = own;
+    w->timeout_s = timeout_s;
+    beats[own].rank = rank;
+    beats[own].alive_s = watch_now_s();
+    watch_move(w, "set-up", 0);
+    ENSURE(pthread_create(&w->thread, nullptr, watch_run, w) == 0, "the watchdog's thread cannot be started");
+    watch_of_signals = w;
+    struct sigaction action = {};
+    action.sa_handler = watch_on_signal;
+    ENSURE(sigaction(SIGTERM, &action, nullptr) == 0, "the handler of SIGTERM cannot be set");
+    return w;
+}
+
+static void watch_end(Watch* w)
+{
+    signal(SIGTERM, SIG_DFL);
+    w->stops = true;
+    ENSURE(pthread_join(w->thread, nullptr) == 0, "the watchdog's thread does not end");
+    free(w);
+}
