@@ -163,7 +163,8 @@ static void device_init(Device* d, int host_rank, int host_num_ranks, size_t bud
     (void)host_rank;
     if (budget_mb > 0) device_set_budget(budget_mb << 20);
     snprintf(d->name, sizeof d->name, "CPU");
-    d->peak_flops = cpu_peak_flops(d->num_threads);
+    double cores = (double)sysconf(_SC_NPROCESSORS_ONLN), threads = (double)host_num_ranks * d->num_threads;
+    d->peak_flops = cpu_peak_flops(d->num_threads) * fmin(1.0, cores / threads);   // more threads than cores share them
 #endif
     size_t free_bytes;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &d->memory_bytes));
