@@ -18,7 +18,7 @@
 #endif
 
 typedef struct Device {
-    char name[96];
+    char name[256];
     double peak_flops;        // of floatX per rank; 0 if not known
     double memory_gbps, link_gbps;   // 0 if not known
     int num_threads;          // host threads per rank
