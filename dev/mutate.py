@@ -7,11 +7,12 @@ stream wait, event record, host wait and collective of the program is removed or
   dev/mutate.py --only attention   those whose file:line or text contains this
   dev/mutate.py --log FILE         the same into a file
 
-All mutations are compiled at once, into a copy of the tree in build/mutate: each is asked for by `if (mutant(17))`, and
-the environment says which one is on. First every test runs with none, which tells how long it takes and which mutations
-it comes by; then each mutation meets the tests that come by it, the shortest first, until one fails. Tests are the rows
-of the op tests' tables, and what train_gpt does with a tiny model in the layouts of TESTS, which must give the losses,
-state hashes and files of the program as it is; in the checked emulator first, then in the plain one under several seeds.
+All mutations are compiled at once, into a copy of the tree in build/mutate: each is asked for by `if (mutant(17))`,
+and the environment says which one is on. First every test runs with none, which tells how long it takes and which
+mutations it comes by; then each mutation meets the tests that come by it, the shortest first, until one fails. Tests
+are the rows of the op tests' tables, and what train_gpt does with a tiny model in the layouts of TESTS, which must give
+the losses, state hashes and files of the program as it is; in the checked emulator first, then in the plain one under
+several seeds.
 Not mutated: SPARED, with the reason."""
 import argparse
 import concurrent.futures
@@ -129,7 +130,8 @@ def mutate(path, found):
             found[-1].kind = "collective removed"
             off.append(mutation(match, "collective: one rank stays away") + " && mutant_rank()")
         one_line = " ".join(statement.split("\n"))
-        swaps = "".join(f"if ({mutation(match, kind)}) {' '.join(swap.split())} else " for kind, swap in site["swaps"])
+        swaps = "".join(f"if ({mutation(match, kind)}) {' '.join(swap.split())} else "
+                        for kind, swap in site["swaps"])
         if site["late"] is not None:
             late = mutation(match, "barrier behind the next statement")
             off.append(late)
@@ -170,7 +172,8 @@ bool mutant_rank(void) { return is_away; }
 void mutant_forget(void) { memset(seen, 0, MOST); }
 bool mutant_was_seen(int number) { return seen[number] != 0; }
 """
-OPS_CU = r"""/* One row of the tables after another: without arguments each with its time and the mutations it comes by, with a list
+OPS_CU = r"""
+/* One row of the tables after another: without arguments each with its time and the mutations it comes by, with a list
  * of numbers until one fails. */
 #define OP_TESTS
 #include "kernels/optest.h"

@@ -1,9 +1,9 @@
-"""bf16 and fp16: ten steps of a two-layer model on the kernels, in the emulator or on a card, against the CPU build's plain
-code and against PyTorch. test/golden/gpt2_16bit.json (dev/golden_gpt2.py) has the losses of PyTorch's runs in fp64, bf16
-and fp16.
+"""bf16 and fp16: ten steps of a two-layer model on the kernels, in the emulator or on a card, against the CPU build's
+plain code and against PyTorch. test/golden/gpt2_16bit.json (dev/golden_gpt2.py) has the losses of PyTorch's runs in
+fp64, bf16 and fp16.
 
-The rule is that of the op tests: err(kernels) <= 2 * err(plain code of the same precision) + one rounding step, where err
-is the largest distance from the run in full precision."""
+The rule is that of the op tests: err(kernels) <= 2 * err(plain code of the same precision) + one rounding step, where
+err is the largest distance from the run in full precision."""
 import numpy as np
 import pytest
 from test_golden import load, run_golden, tiny_config

@@ -1,8 +1,8 @@
-"""What one block moves through memory in a training step outside of matrix products and attention, counted by the checked
-emulator on the way through the whole program: bytes that each kernel reads and writes, each byte once per block of threads
-(what a block reads again comes from L1). The difference of one layer more is a block's, the difference of more rows is
-what a row costs; what does not grow with the rows, partial sums of the norms' weight gradients, is shared out among the
-16384 rows of a micro-batch of 16 x 1024."""
+"""What one block moves through memory in a training step outside of matrix products and attention, counted by the
+checked emulator on the way through the whole program: bytes that each kernel reads and writes, each byte once per block
+of threads (what a block reads again comes from L1). The difference of one layer more is a block's, the difference of
+more rows is what a row costs; what does not grow with the rows, partial sums of the norms' weight gradients, is shared
+out among the 16384 rows of a micro-batch of 16 x 1024."""
 import json
 import re
 

@@ -1,8 +1,8 @@
 /* emu_count.h: part of emu_check.cpp: what the requests of warps cost. The n-th execution of one instruction by the
  * lanes of a warp is one request. Global memory moves sectors of 32 bytes; shared memory serves 128 bytes a wavefront,
  * one word of each bank. Counted are g++'s accesses: 16-byte ones must go through ld128 and st128, else they are four.
- * EMU_COUNT=moved prints when the program ends what each kernel and library call has moved; EMU_COUNT=1 also a table per
- * kernel and source line. */
+ * EMU_COUNT=moved prints when the program ends what each kernel and library call has moved; EMU_COUNT=1 also a table
+ * per kernel and source line. */
 
 struct Request { uint64_t key; uint32_t block, lanes; uint64_t addr[32]; uint8_t bytes[32]; };
 struct Occurrence { uint64_t key; uint32_t block, count; };
