@@ -149,18 +149,21 @@ static SafeTensors* plan_files(const Shard* s, const char* path, const char* con
     size_t count = (size_t)s->num_tensors * num_suffixes;
     SafeTensor* list = (SafeTensor*)malloc_checked(count * sizeof *list);
     char (*names)[80] = (char (*)[80])malloc_checked(count * 80);
+    size_t i = 0;
     for (int t = 0; t < s->num_tensors; t++) {
-        for (int k = 0; k < num_suffixes; k++) {
-            size_t i = (size_t)t * num_suffixes + k;
-            snprintf(names[i], 80, "%s%s", s->tensors[t].name, suffixes[k]);
+        const Tensor* tensor = &s->tensors[t];
+        if (tensor->file_first_row > 0) continue;   // a piece of the one before
+        for (int k = 0; k < num_suffixes; k++, i++) {
+            snprintf(names[i], 80, "%s%s", tensor->name, suffixes[k]);
             list[i] = SafeTensor{};
             list[i].name = names[i];
             list[i].dtype = SafeDtype::F32;
-            list[i].num_dims = s->tensors[t].num_dims;
-            for (int d = 0; d < list[i].num_dims; d++) list[i].dims[d] = s->tensors[t].shape[d];
+            list[i].num_dims = tensor->num_dims;
+            list[i].dims[0] = tensor->file_rows;
+            if (tensor->num_dims == 2) list[i].dims[1] = tensor->shape[1];
         }
     }
-    SafeTensors* files = safetensors_plan(path, list, count, MAX_FILE_BYTES);
+    SafeTensors* files = safetensors_plan(path, list, i, MAX_FILE_BYTES);
     free(list);
     free(names);
     return files;
@@ -190,7 +193,7 @@ static void write_slices(Zero* z, const SafeTensors* files, StateKind kind, cons
         if (part.count == 0) continue;
         char name[80];
         snprintf(name, sizeof name, "%s%s", tensor->name, suffix);
-        file_from_device(files, safetensors_get(files, name), part.first - tensor->first,
+        file_from_device(files, safetensors_get(files, name), tensor_file_place(tensor, part.first),
                          state_at(z, kind, tensor->unit, part.first), part.count, z);
     }
 }
@@ -302,13 +305,14 @@ static const SafeTensor* find_weight(const SafeTensors* files, const char* name)
 
 static void ensure_shape(const SafeTensors* files, const SafeTensor* st, const Tensor* t)
 {
+    const size_t shape[] = {t->file_rows, t->shape[1]};
     bool same = st->num_dims == t->num_dims;
-    for (int d = 0; same && d < st->num_dims; d++) same = st->dims[d] == t->shape[d];
+    for (int d = 0; same && d < st->num_dims; d++) same = st->dims[d] == shape[d];
     char have[96] = "", need[96] = "";
     for (int d = 0; d < st->num_dims; d++)
         snprintf(have + strlen(have), sizeof have - strlen(have), "%s%zu", d ? "x" : "", st->dims[d]);
     for (int d = 0; d < t->num_dims; d++)
-        snprintf(need + strlen(need), sizeof need - strlen(need), "%s%zu", d ? "x" : "", t->shape[d]);
+        snprintf(need + strlen(need), sizeof need - strlen(need), "%s%zu", d ? "x" : "", shape[d]);
     ENSURE(same, "%s: tensor %s has shape %s, config.json asks for %s", files->path, st->name, have, need);
 }
 
@@ -336,7 +340,7 @@ static void weights_load(Zero* z, const char* folder, bool tied)
         Range part = tensor_part(t, zero_owned(z, t->unit));
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
-            safetensors_read_f32(files, st, part.first - t->first + done, n, z->bounce);
+            safetensors_read_f32(files, st, tensor_file_place(t, part.first) + done, n, z->bounce);
             weights_from_host(z, t->unit, part.first + done, z->bounce, n);
             done += n;
         }
@@ -387,7 +391,7 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
             const SafeTensor* st = safetensors_get(files, name);
             ensure_shape(files, st, t);
             device_from_file(state_at(z, k == 0 ? STATE_M : STATE_V, t->unit, part.first), files, st,
-                             part.first - t->first, part.count, z);
+                             tensor_file_place(t, part.first), part.count, z);
         }
     }
     safetensors_close(files);

@@ -281,14 +281,14 @@ static void ring_gather(Zero* z, int b)
     bucket_gather(z, b);
 }
 
-/* The bucket that is used after that of `visit`, if it goes through the other ring buffer; else -1. */
+/* The ring bucket that is used after that of `visit`, if it goes through the other buffer; else -1. */
 static int next_ring_bucket(const Zero* z, int visit)
 {
     const Buckets* buckets = &z->param_buckets;
     int b = buckets->of_unit[z->visits[visit]];
     for (int i = visit + 1; i < z->num_visits; i++) {
         int next = buckets->of_unit[z->visits[i]];
-        if (next != b) return buckets->slot[next] != buckets->slot[b] ? next : -1;
+        if (next != b && bucket_in_ring(buckets, next)) return buckets->slot[next] != buckets->slot[b] ? next : -1;
     }
     return -1;
 }
