@@ -1,8 +1,9 @@
 /* classifier.cuh: softmax, cross-entropy and its gradient in one visit; the gradient replaces the logits.
  *   loss_n   = log(sum_v exp(z_nv - m_n)) + m_n - z_n,target      m_n = max_v z_nv, over the V real columns
  *   dlogits  = dloss * loss_scale * (softmax(z) - onehot(target))    columns V..VP-1 are out of the softmax: gradient 0
- *   classifier_piece_forward  a row's maximum and sum of exponentials over a piece of the columns join those of the
- *                             pieces before; with the last piece the loss. classifier_piece_backward: dlogits of a piece
+ *   classifier_piece_forward   a row's maximum and sum of exponentials over a piece of the columns join those of the
+ *                              pieces before; with the last piece comes the loss
+ *   classifier_piece_backward  dlogits of a piece, from the maxima and sums of all
  *   a row whose target is negative is not counted: loss 0, gradient 0
  * shapes  logits (rows,VP) floatX; losses (rows) fp32; targets (rows) int; loss_scale (1) double on the device, null: 1
  * writes  losses =; logits = dlogits when backward, else untouched
@@ -444,6 +445,8 @@ static void classifier_piece_test(OpRun* run)
     reference(logits.f64, losses.f64, maxima.f64, sums.f64);
     reference(logits.f32, losses.f32, maxima.f32, sums.f32);
     op_check_step(run, losses, 1.0);
+    op_check_step(run, maxima, 1.0);
+    op_check_step(run, sums, 1.0);
     op_check(run, logits);
     free(pieces);
 }

@@ -6,7 +6,8 @@
  *            head, which the classifier and the lookup both add to) keep theirs whole and are reduced at the boundary.
  *   stage 3  parameters sliced too: a unit's whole parameters live in one of two ring buffers while its forward or
  *            backward runs, and the next one's are gathered meanwhile. What is still in the ring is not gathered again.
- *            Resident units, and those below `persist_below`, keep theirs whole and are gathered after the step.
+ *            Resident units, and those below `persist_below`, keep theirs whole and are gathered after the step. The
+ *            model says which units are resident: at stage 3 not those of a large untied vocabulary (passes.cuh).
  * Rank r updates slice r of every unit (shard.h). The printed norm is summed by slices at every stage, so that it has
  * the same bits at all stages. Rajbhandari et al. 2020, arXiv:1910.02054.
  *
