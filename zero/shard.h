@@ -55,6 +55,9 @@ typedef struct Shard {
 
 static inline size_t tensor_elems(const Tensor* t) { return t->shape[0] * t->shape[1]; }
 
+/* A tensor that is not cut is its first piece. */
+static inline bool tensor_is_first_piece(const Tensor* t) { return t->file_first_row == 0; }
+
 /* The place of element `flat` of the flat space in the whole tensor, as the file has it. */
 static inline size_t tensor_file_place(const Tensor* t, size_t flat)
 {
