@@ -1,173 +1,15 @@
-/* optimizer.cuh: what happens once per step after the gradients are summed: learning rate, clipping, skip, AdamW.
- *   step_state_update, one thread, from four all-reduced sums S (see StepSum):
- *     grad_scale = nominal_toks / S[NUM_TOKS] / loss_scale      the backward divided by the nominal count
- *     grad_norm  = sqrt(S[SUM_SQUARES]) * grad_scale            before clipping
- *     clip_coef  = min(1, max_norm / (grad_norm + 1e-6))        1 when max_norm is 0
- *     skip when a gradient is Inf or NaN, or no token was counted: then neither t nor the schedule advances
- *     lr = schedule_lr(config, num_applied), t = num_applied + 1, bias corrections 1 - beta^t, all in double
- *     loss scale (fp16): halved or absorbed on overflow, doubled after a window of good steps
+/* optimizer.cuh: one step of AdamW, from the step's state (step.cuh).
  *   adamw_update:  g = grad * grad_scale * clip_coef
  *     m = beta1*m + (1-beta1)*g      v = beta2*v + (1-beta2)*g^2
  *     p = p*(1 - lr*weight_decay) - lr * (m/bias_correction1) / (sqrt(v/bias_correction2) + eps)
  * shapes  param (n) floatX; master m v grad (n) fp32
- * writes  StepState in place; param = master = m = v = (param is master rounded; in fp32 it is the master)
+ * writes  param = master = m = v = (param is master rounded; in fp32 it is the master)
  * needs   any n; adamw_update_runs: up to 32 runs of elements, each with its weight decay, one after another
- * exact   each element by itself, each step by one thread: same bits on every run and for any number of CPU threads
+ * exact   each element by itself: same bits on every run and for any number of CPU threads
  * cost    fp32: reads p g m v, writes p m v, 28*n bytes; 16-bit param: 30*n. Judged against memory bandwidth
- * source  Loshchilov & Hutter 2017, arXiv:1711.05101; loss scaling Micikevicius et al. 2017, arXiv:1710.03740;
- *         warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395; 1 - sqrt: Hagele et al. 2024, arXiv:2405.18392 */
+ * source  Loshchilov & Hutter 2017, arXiv:1711.05101 */
 #pragma once
-#include "vec.cuh"
-
-// ---- schedules
-
-enum class Schedule { CONSTANT, LINEAR, COSINE, WSD, WSD_SQRT };
-
-struct ScheduleRow {
-    const char* name;
-    Schedule schedule;
-    const char* help;
-};
-
-static const ScheduleRow schedule_rows[] = {
-    {"constant", Schedule::CONSTANT, "stays at the peak"},
-    {"linear", Schedule::LINEAR, "falls in a straight line to the minimum"},
-    {"cosine", Schedule::COSINE, "falls along half a cosine to the minimum"},
-    {"wsd", Schedule::WSD, "stays at the peak, then the last share (--decay) falls in a straight line"},
-    {"wsd-sqrt", Schedule::WSD_SQRT, "the same, falling as 1 - sqrt(progress)"},
-};
-
-/* Null if no row has the name. */
-static const ScheduleRow* schedule_find(const char* name)
-{
-    for (const ScheduleRow& row : schedule_rows)
-        if (strcmp(row.name, name) == 0) return &row;
-    return nullptr;
-}
-
-/* Everything about a step that the command line fixes. */
-struct StepConfig {
-    Schedule schedule;
-    double peak_lr, min_lr;
-    unsigned long long warmup_steps, total_steps;
-    double decay_share;                              // of total_steps, for the two wsd
-    double beta1, beta2, max_norm;
-    double nominal_toks;                             // B*T*G*R, by which the backward has divided
-    bool dynamic_loss_scale;
-    double min_loss_scale;
-    int loss_scale_window, hysteresis;
-    bool consecutive_hysteresis;
-};
-
-/* What is left of peak - min after `s` applied steps, warmup_steps <= s < total_steps: 1 at first, towards 0. */
-HOSTDEV double schedule_fall(const StepConfig& config, double s)
-{
-    const double warmup = (double)config.warmup_steps, total = (double)config.total_steps;
-    const double progress = (s - warmup) / (total - warmup);
-    const double decay_start = fmax(total * (1.0 - config.decay_share), warmup);
-    const double tail = s > decay_start ? (s - decay_start) / (total - decay_start) : 0.0;
-    switch (config.schedule) {
-    case Schedule::CONSTANT: return 1.0;
-    case Schedule::LINEAR:   return 1.0 - progress;
-    case Schedule::COSINE:   return 0.5 * (1.0 + cos(3.14159265358979323846 * progress));
-    case Schedule::WSD:      return 1.0 - tail;
-    case Schedule::WSD_SQRT: return 1.0 - sqrt(tail);
-    }
-    return 1.0;
-}
-
-/* num_applied counts applied steps from 0. A constant rate has no end; all others are at their minimum from total_steps
- * on, and a warm-up as long as the run or longer is cut off there. */
-HOSTDEV double schedule_lr(const StepConfig& config, unsigned long long num_applied)
-{
-    if (num_applied >= config.total_steps && config.schedule != Schedule::CONSTANT) return config.min_lr;
-    const double s = (double)num_applied;
-    if (num_applied < config.warmup_steps) return config.peak_lr * (s + 1.0) / (double)config.warmup_steps;
-    return config.min_lr + schedule_fall(config, s) * (config.peak_lr - config.min_lr);
-}
-
-// ---- the state of a step
-
-/* The sums over all ranks that a step is decided by; an array of NUM_STEP_SUMS double. */
-enum StepSum { SUM_SQUARES, NUM_NONFINITE, NUM_TOKS, SUM_LOSSES, NUM_STEP_SUMS };
-
-enum class Skip { NONE, NONFINITE, NO_TOKS };
-
-/* Lives on the device; the host reads a copy one step late. Part of a checkpoint: the counters and the loss scale. */
-struct StepState {
-    double loss;                                     // mean over the counted tokens; NaN when there were none
-    double num_toks;                                 // counted tokens of this step, all ranks
-    double grad_norm;                                // Inf when a gradient was not finite
-    double lr;
-    double bias_correction1, bias_correction2;
-    double grad_scale, clip_coef;                    // the optimizer multiplies gradients by both
-    double loss_scale, used_loss_scale;              // of the next backward, of this step's
-    unsigned long long num_steps;                    // = applied + skipped + steps without a counted token
-    unsigned long long num_applied, num_skipped, num_skipped_in_a_row;
-    int num_good_steps, hysteresis_left;             // see loss_scale_update
-    Skip skip;                                       // this step's; the optimizer does nothing unless NONE
-    bool loss_scale_exhausted;                       // overflow at the smallest loss scale: the run must stop
-};
-
-static StepState step_state_init(const StepConfig& config, double loss_scale)
-{
-    StepState state = {};
-    state.loss_scale = loss_scale;
-    state.hysteresis_left = config.hysteresis;
-    return state;
-}
-
-HOSTDEV void loss_scale_update(StepState* state, const StepConfig& config, bool overflow)
-{
-    if (overflow) {
-        state->num_good_steps = 0;
-        if (state->hysteresis_left > 1) {
-            state->hysteresis_left--;
-        } else if (state->loss_scale <= config.min_loss_scale) {
-            state->loss_scale_exhausted = true;
-        } else {
-            state->loss_scale = fmax(state->loss_scale / 2.0, config.min_loss_scale);
-        }
-        return;
-    }
-    if (config.consecutive_hysteresis) state->hysteresis_left = config.hysteresis;
-    if (++state->num_good_steps == config.loss_scale_window) {
-        state->loss_scale *= 2.0;
-        state->hysteresis_left = config.hysteresis;
-        state->num_good_steps = 0;
-    }
-}
-
-HOSTDEV void step_state_advance(StepState* state, const double* sums, const StepConfig& config)
-{
-    const bool overflow = sums[NUM_NONFINITE] > 0.0, empty = sums[NUM_TOKS] == 0.0;
-    state->num_steps++;
-    state->num_toks = sums[NUM_TOKS];
-    state->used_loss_scale = state->loss_scale;
-    state->loss = sums[SUM_LOSSES] / sums[NUM_TOKS];
-    state->lr = schedule_lr(config, state->num_applied);
-    state->skip = empty ? Skip::NO_TOKS : overflow ? Skip::NONFINITE : Skip::NONE;
-    if (empty) {
-        state->grad_norm = 0.0;
-        return;
-    }
-    state->grad_scale = config.nominal_toks / sums[NUM_TOKS] / state->loss_scale;
-    state->grad_norm = overflow ? (double)INFINITY : sqrt(sums[SUM_SQUARES]) * state->grad_scale;
-    if (config.dynamic_loss_scale) loss_scale_update(state, config, overflow);
-    if (overflow) {
-        state->num_skipped++;
-        state->num_skipped_in_a_row++;
-        return;
-    }
-    state->clip_coef = config.max_norm > 0.0 ? fmin(1.0, config.max_norm / (state->grad_norm + 1e-6)) : 1.0;
-    state->num_applied++;
-    state->num_skipped_in_a_row = 0;
-    const double t = (double)state->num_applied;     // 1 - beta^t, without its cancellation when beta is nearly 1
-    state->bias_correction1 = -expm1(t * log(config.beta1));
-    state->bias_correction2 = -expm1(t * log(config.beta2));
-}
-
-// ---- AdamW
+#include "step.cuh"
 
 struct AdamwFactors { float grad_coef, beta1, beta2, step_size, rsqrt_correction2, eps, decay; };
 
@@ -227,11 +69,6 @@ static void adamw_update_cpu(floatX* param, float* master, float* m, float* v, c
 
 #else
 
-static __global__ void step_state_kernel(StepState* state, const double* sums, StepConfig config)
-{
-    step_state_advance(state, sums, config);
-}
-
 static constexpr int ADAMW_BLOCK = 256;
 
 /* One vector of W a thread; where a run ends within it, element by element. In fp32 param is the master. At any
@@ -270,15 +107,6 @@ adamw_kernel(floatX* param, float* master, float* m, float* v, const float* grad
 }
 
 #endif
-
-static void step_state_update(StepState* state, const double* sums, StepConfig config, cudaStream_t stream)
-{
-    ON_CPU(step_state_advance(state, sums, config));
-#ifndef DEVICE_CPU
-    LAUNCH(step_state_kernel, 1, 1, 0, stream, state, sums, config);
-    CUDA_CHECK(cudaGetLastError());
-#endif
-}
 
 #ifdef DEVICE_CPU
 static void adamw_update_runs_cpu(floatX* param, float* master, float* m, float* v, const float* grad,
@@ -336,9 +164,6 @@ template <class R> static void adamw_ref(R* param, R* m, R* v, const R* grad, si
         param[i] = param[i] * (1 - lr * weight_decay) - step;
     }
 }
-
-static const StepConfig STEP_TEST_CONFIG = {Schedule::CONSTANT, 1e-3, 0.0, 0, 100, 0.2, 0.9, 0.95, 1.0, 1.0,
-                                            false, 1.0, 1000, 2, false};
 
 /* A step in the middle of a run: t = 3, clipped, half of the nominal tokens counted. */
 static StepState adamw_test_state(bool skip)
@@ -476,131 +301,6 @@ static void step_trial_test(OpRun* run)
     op_check_value(run, "weight", weight, num_steps == 4 ? 0.7711031 : 0.5850025, 1e-7);
 }
 
-static void schedule_check(OpRun* run, const char* what, StepConfig config, unsigned long long s, double truth)
-{
-    op_check_value(run, what, schedule_lr(config, s), truth, 1e-12);
-}
-
-static void schedule_test(OpRun* run)
-{
-    StepConfig config = STEP_TEST_CONFIG;
-    config.peak_lr = 1.0;
-    config.min_lr = 0.1;
-    config.warmup_steps = 10;
-    config.total_steps = 110;
-    schedule_check(run, "first step of warm-up", config, 0, 0.1);
-    schedule_check(run, "last step of warm-up", config, 9, 1.0);
-    schedule_check(run, "constant, past the end", config, 500, 1.0);
-    config.schedule = Schedule::LINEAR;
-    schedule_check(run, "linear, start", config, 10, 1.0);
-    schedule_check(run, "linear, half", config, 60, 0.55);
-    schedule_check(run, "linear, last step", config, 109, 0.109);
-    schedule_check(run, "linear, past the end", config, 110, 0.1);
-    config.schedule = Schedule::COSINE;
-    schedule_check(run, "cosine, a quarter", config, 35, 0.1 + 0.45 * (1.0 + sqrt(0.5)));
-    schedule_check(run, "cosine, past the end", config, 12345, 0.1);
-    config.schedule = Schedule::WSD;
-    config.decay_share = 0.5;                        // from step 55
-    schedule_check(run, "wsd, flat", config, 55, 1.0);
-    schedule_check(run, "wsd, last step", config, 109, 0.1 + 0.9 / 55.0);
-    config.schedule = Schedule::WSD_SQRT;
-    schedule_check(run, "wsd-sqrt, last step", config, 109, 0.1 + 0.9 * (1.0 - sqrt(54.0 / 55.0)));
-    config.decay_share = 1.0;                        // the tail may not start inside the warm-up
-    schedule_check(run, "wsd-sqrt, all tail", config, 10, 1.0);
-    config.decay_share = 0.0;
-    schedule_check(run, "wsd-sqrt, no tail", config, 109, 1.0);
-    config.warmup_steps = 220;
-    schedule_check(run, "warm-up beyond the end, last step", config, 109, 0.5);
-    schedule_check(run, "warm-up beyond the end, past it", config, 110, 0.1);
-}
-
-/* N = 1, warm-ups as long as the run and longer, a run of no steps, lr 0: always finite, and the first step never 0. */
-static void schedule_edges_test(OpRun* run)
-{
-    for (size_t row = 0; row < sizeof schedule_rows / sizeof schedule_rows[0]; row++) {
-        StepConfig config = STEP_TEST_CONFIG;
-        config.schedule = schedule_rows[row].schedule;
-        config.peak_lr = 1.0;
-        config.min_lr = 0.25;
-        double lowest = 1.0, highest = 0.0, first = 1.0;
-        for (unsigned long long total = 0; total <= 5; total++) {
-            for (unsigned long long warmup = 0; warmup <= 7; warmup++) {
-                for (unsigned long long s = 0; s <= 9; s++) {
-                    config.total_steps = total;
-                    config.warmup_steps = warmup;
-                    const double lr = schedule_lr(config, s);
-                    if (!(lr >= lowest)) lowest = lr;
-                    if (!(lr <= highest)) highest = lr;
-                    if (s == 0 && lr < first) first = lr;
-                }
-            }
-        }
-        op_check_value(run, schedule_rows[row].name, lowest, 1.0 / 7.0, 1e-12);      // warm-up 7, first step
-        op_check_value(run, schedule_rows[row].name, highest, 1.0, 0.0);
-        op_check_value(run, schedule_rows[row].name, first, 1.0 / 7.0, 1e-12);
-        config.peak_lr = config.min_lr = 0.0;
-        op_check_value(run, schedule_rows[row].name, schedule_lr(config, 3), 0.0, 0.0);
-    }
-}
-
-static void step_state_sequence(StepState* state, const double* sums, StepConfig config, const int* rows, int num_rows)
-{
-    for (int i = 0; i < num_rows; i++) step_state_update(state, sums + rows[i] * NUM_STEP_SUMS, config, 0);
-}
-
-/* Good, overflow, overflow, empty, good: counters, norm, clipping, the token correction. */
-static void step_state_test(OpRun* run)
-{
-    StepConfig config = STEP_TEST_CONFIG;
-    config.nominal_toks = 100.0;
-    const double h_sums[3][NUM_STEP_SUMS] = {{4.0, 0, 50, 150.0}, {1.0, 3, 100, 200.0}, {0.0, 0, 0, 0.0}};
-    const StepState s = step_state_init(config, 1.0);
-    StepState* state = (StepState*)op_bytes(run, "state", OpKind::INOUT, &s, sizeof s);
-    const double* sums = (const double*)op_bytes(run, "sums", OpKind::INPUT, h_sums, sizeof h_sums);
-    static const int ROWS[5] = {0, 1, 1, 2, 0};
-    const int num_rows = run->dims[0];
-    OP_RUN(run, 0, 0, step_state_sequence(state, sums, config, ROWS, num_rows));
-    const StepState* ours = (const StepState*)op_result(run, "state");
-    static const int APPLIED[5] = {1, 1, 1, 1, 2}, SKIPPED[5] = {0, 1, 2, 2, 2}, IN_A_ROW[5] = {0, 1, 2, 2, 0};
-    static const Skip SKIPS[5] = {Skip::NONE, Skip::NONFINITE, Skip::NONFINITE, Skip::NO_TOKS, Skip::NONE};
-    const int last = num_rows - 1;
-    op_check_value(run, "num_steps", (double)ours->num_steps, num_rows, 0.0);
-    op_check_value(run, "num_applied", (double)ours->num_applied, APPLIED[last], 0.0);
-    op_check_value(run, "num_skipped", (double)ours->num_skipped, SKIPPED[last], 0.0);
-    op_check_value(run, "num_skipped_in_a_row", (double)ours->num_skipped_in_a_row, IN_A_ROW[last], 0.0);
-    op_check_value(run, "skip", (double)(int)ours->skip, (double)(int)SKIPS[last], 0.0);
-    if (SKIPS[last] == Skip::NO_TOKS) op_check_value(run, "loss is NaN", std::isnan(ours->loss), 1.0, 0.0);
-    if (SKIPS[last] != Skip::NONE) return;
-    op_check_value(run, "loss", ours->loss, 3.0, 1e-15);
-    op_check_value(run, "grad_norm", ours->grad_norm, 4.0, 1e-15);           // sqrt(4) times 100 / 50
-    op_check_value(run, "clip_coef", ours->clip_coef, 1.0 / 4.000001, 1e-15);
-    op_check_value(run, "bias_correction1", ours->bias_correction1, 1.0 - pow(0.9, APPLIED[last]), 1e-15);
-    op_check_value(run, "bias_correction2", ours->bias_correction2, 1.0 - pow(0.95, APPLIED[last]), 1e-15);
-}
-
-/* Window 3, hysteresis 2, from 8 down to the floor of 2: each line is one step and the state after it. */
-static void loss_scale_test(OpRun* run)
-{
-    static const struct { bool overflow; double scale; int hysteresis_left; bool exhausted; } STEPS[] = {
-        {false, 8, 2, false}, {false, 8, 2, false}, {true, 8, 1, false},     // absorbed, and the count starts again
-        {false, 8, 1, false}, {false, 8, 1, false}, {false, 16, 2, false},   // three good ones in a row
-        {true, 16, 1, false}, {true, 8, 1, false}, {true, 4, 1, false}, {true, 2, 1, false}, {true, 2, 1, true},
-    };
-    StepConfig config = STEP_TEST_CONFIG;
-    config.dynamic_loss_scale = true;
-    config.min_loss_scale = 2.0;
-    config.loss_scale_window = 3;
-    StepState state = step_state_init(config, 8.0);
-    for (size_t i = 0; i < sizeof STEPS / sizeof STEPS[0]; i++) {
-        const double scale = state.loss_scale, sums[NUM_STEP_SUMS] = {16.0, STEPS[i].overflow ? 1.0 : 0.0, 1.0, 1.0};
-        step_state_advance(&state, sums, config);
-        op_check_value(run, "loss_scale", state.loss_scale, STEPS[i].scale, 0.0);
-        op_check_value(run, "hysteresis_left", state.hysteresis_left, STEPS[i].hysteresis_left, 0.0);
-        op_check_value(run, "exhausted", state.loss_scale_exhausted, STEPS[i].exhausted, 0.0);
-        if (!STEPS[i].overflow) op_check_value(run, "norm, scale of this backward", state.grad_norm, 4.0 / scale, 0.0);
-    }
-}
-
 static const OpTest optimizer_tests[] = {
     {"adamw", adamw_test, {1}, OpWhen::ALWAYS},
     {"adamw", adamw_test, {4099}, OpWhen::ALWAYS},
@@ -613,14 +313,6 @@ static const OpTest optimizer_tests[] = {
     {"adamw_trial", adamw_trial_test, {1}, OpWhen::ALWAYS},
     {"step_trial", step_trial_test, {4}, OpWhen::ALWAYS},
     {"step_trial", step_trial_test, {8}, OpWhen::ALWAYS},
-    {"step_state", step_state_test, {1}, OpWhen::ALWAYS},
-    {"step_state", step_state_test, {2}, OpWhen::ALWAYS},
-    {"step_state", step_state_test, {3}, OpWhen::ALWAYS},
-    {"step_state", step_state_test, {4}, OpWhen::ALWAYS},
-    {"step_state", step_state_test, {5}, OpWhen::ALWAYS},
-    {"loss_scale", loss_scale_test, {}, OpWhen::ALWAYS},
-    {"schedule", schedule_test, {}, OpWhen::ALWAYS},
-    {"schedule_edges", schedule_edges_test, {}, OpWhen::ALWAYS},
     {"adamw", adamw_test, {124 * 1000 * 1000}, OpWhen::BENCH},
 };
 

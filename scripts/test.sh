@@ -91,7 +91,7 @@ run_checked() {
     done
 }
 
-if ! scripts/setup.sh > "$logs/setup.log" 2>&1; then
+if ! scripts/setup.sh --tests > "$logs/setup.log" 2>&1; then
     cat "$logs/setup.log"
     exit 1
 fi
@@ -120,6 +120,7 @@ for device in "${devices[@]}"; do
     [ "$device" = emu ] && run_unfused
     export "TRAIN_GPT_${device^^}=build/$device/train_gpt"
 done
+run fuzz scripts/fuzz.sh $((full ? 600 : 30))
 if [ $full = 1 ]; then
     run op-seeds dev/ops_seeds.sh
     run coverage dev/coverage.sh

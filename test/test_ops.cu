@@ -19,6 +19,7 @@
 #include "../kernels/classifier.cuh"
 #include "../kernels/accumulate.cuh"
 #include "../kernels/global_norm.cuh"
+#include "../kernels/step.cuh"
 #include "../kernels/optimizer.cuh"
 #ifdef EMU_CHECK
 #include "test_emu_traffic.h"
@@ -81,6 +82,7 @@ int main(int argc, char** argv)
     op_table(classifier_tests, filter, bench, memory_gbps, &totals);
     op_table(accumulate_tests, filter, bench, memory_gbps, &totals);
     op_table(global_norm_tests, filter, bench, memory_gbps, &totals);
+    op_table(step_tests, filter, bench, memory_gbps, &totals);
     op_table(optimizer_tests, filter, bench, memory_gbps, &totals);
     matmul_free();
     if (bench) return 0;
