@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every row of the op tests, the largest included, in every precision: 5 seeds of the plain emulator, 2 of the checked one.
+# Every row of the op tests, the largest too, in every precision: 5 seeds of the plain emulator, 2 of the checked one.
 #   dev/ops_seeds.sh [PRECISION ...]    prints a line per run; dev/ops_seeds.log keeps the last complete one
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
