@@ -249,7 +249,7 @@ def run(command, folder, limit_s, **env):
                **{k: str(v) for k, v in env.items()})
     with open(folder / "output", "w+", errors="replace") as output:
         process = subprocess.Popen([str(c) for c in command], cwd=folder, env=env, stdout=output,
-                                   stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+                                   stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, process_group=0)
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
