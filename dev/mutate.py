@@ -354,8 +354,8 @@ class Programs:
             code, output = run(command, folder, limit_s, EMU_SEED=seed, **env)
             if code != 0:
                 return code, output, None
-            results += [line for line in output.splitlines()
-                        if re.match(r"val |\{\"index|sample |choices |\d+ of |sent ", line) and "tok/s" not in line]
+            results += [re.sub(r',"first_token_ms.*', "", line) for line in output.splitlines()
+                        if re.match(r'val |\{"index|choices |sent ', line)]
         for path in sorted((folder / "run").rglob("*")):
             if path.suffix in (".safetensors", ".json"):
                 results.append([str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()])
