@@ -268,7 +268,7 @@ def complaint(code, output):
     if code == 124:
         return "it hangs"
     for line in output.splitlines():
-        if line.startswith(("train_gpt:", "FAIL", "emulator:")):
+        if line.startswith(("train_gpt:", "FAIL")) or "An error occurred" in line:
             return line[:140]
     return f"exit {code}: " + (output.splitlines() or ["no output"])[-1][:120]
 
@@ -276,14 +276,14 @@ def complaint(code, output):
 class OpRows:
     """Rows of one precision's op tests."""
 
-    def __init__(self, precision):
-        self.name, self.precision, self.rows = f"op tests {precision}", precision, {}
+    def __init__(self, precision, **env):
+        self.name, self.precision, self.env, self.rows = f"op tests {precision}", precision, env, {}
 
     def program(self, checked):
         return TREE / f"build/{'check' if checked else 'emu'}/test_ops.{self.precision}"
 
     def measure(self, folder):
-        code, output = run([self.program(True)], folder, 3600)
+        code, output = run([self.program(True)], folder, 3600, **self.env)
         assert code == 0, f"{self.name} fail as they are: {output[-2000:]}"
         for row, seconds, seen in re.findall(r"^row (\d+) ([\d.]+)((?: \d+)*)$", output, re.M):
             self.rows[row] = float(seconds), set(map(int, seen.split()))
@@ -294,7 +294,8 @@ class OpRows:
     def notices(self, number, checked, seed, folder):
         rows = sorted((seconds, row) for row, (seconds, seen) in self.rows.items() if number in seen)
         command = [self.program(checked), *(row for _, row in rows)]
-        code, output = run(command, folder, 60 + 10 * sum(s for s, _ in rows), MUTANT=number, EMU_SEED=seed)
+        limit_s = 60 + 10 * sum(seconds for seconds, _ in rows)
+        code, output = run(command, folder, limit_s, MUTANT=number, EMU_SEED=seed, **self.env)
         return complaint(code, output) if code != 0 else None
 
 
@@ -388,7 +389,8 @@ class Programs:
 
 
 # Between them they come by every line.
-TESTS = [OpRows(precision) for precision in PRECISIONS] + [
+TESTS = [
+    *(OpRows(precision) for precision in PRECISIONS), OpRows("fp32", EMU_NO_EPILOGUE=1),
     Programs("one rank", "fp32", 1, [*TRAIN, "-z", 0, "-b", 2, "-g", 2, "-n", 3, *QUIET]),
     Programs("stage 0", "fp32", 2, [*TRAIN, "-z", 0, "-b", 1, "-g", 2, "-n", 2, *QUIET]),
     Programs("stage 0, in order", "fp32", 2, [*TRAIN, "-z", 0, "-b", 1, "-n", 2, "--deterministic", *QUIET]),
