@@ -4,9 +4,9 @@
  * flags.h          every option              data/tokenizer.h            text <-> tokens
  * run.cuh fit.cuh  a run and its set-up      data/run_log.h              log.jsonl
  * model.cuh        the models, one block     zero/stages.h               who keeps what, when it moves, the step
- * passes.cuh       forward and backward      zero/checkpoint.h init.h    weights: read, written, made
- * generate.cuh     text from a model         kernels/device.cuh          the device
- * choices.cuh      multiple choice
+ * passes.cuh       forward and backward      zero/weights.h init.h       weights: read, written, made
+ * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
+ * choices.cuh      multiple choice           kernels/device.cuh          the device
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"
