@@ -292,11 +292,13 @@ template <Rule rule> static void optimizer_update(floatX* param, float* master, 
                                                   const double* sums, const StepState* state, cudaStream_t stream)
 {
     assert((master == nullptr) == (sizeof(floatX) == sizeof(float)));
-    const size_t n = runs_elems(runs);
-    if (n == 0) return;
+    bool all_left_out = true;
+    for (int run = 0; run < runs->num_runs; run++) all_left_out = all_left_out && runs->left_out[run];
+    if (all_left_out) return;
     ON_CPU(optimizer_update_cpu<rule>(param, master, m, v, grad, runs, config, sums, state));
 #ifndef DEVICE_CPU
     if (master == nullptr) master = (float*)param;
+    const size_t n = runs_elems(runs);
     bool vec = is_vec(param, VEC) && is_vec(master, VEC) && is_vec(m, VEC) && is_vec(v, VEC) && is_vec(grad, VEC);
     for (int run = 0; run < runs->num_runs; run++) vec = vec && runs->v_gap[run] % 4 == 0;
     if (vec)

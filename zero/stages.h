@@ -145,9 +145,10 @@ static float* zero_v_at(const Zero* z, int u, size_t flat)
 {
     return z->moment2 + z->v_first[u] + (flat - zero_owned(z, u).first) - zero_v_gap(z, u, flat);
 }
-static bool zero_has_m(const Zero* z) { return z->optimizer->has_m; }
-static bool zero_has_v(const Zero* z, const Tensor* t)
+/* Does the optimizer keep m (k 0) or v (k 1) of tensor t? */
+static bool zero_has_moment(const Zero* z, int k, const Tensor* t)
 {
+    if (k == 0) return z->optimizer->has_m;
     return z->optimizer->has_v && !(z->optimizer->optimizer == Optimizer::MUON && t->hidden);
 }
 
@@ -531,10 +532,9 @@ static unsigned long long zero_state_hash(Zero* z)
             size_t at = zero_state_first(z, u) + (part.first - owned.first);
             size_t logical = shard->tensors[t].logical_first + (part.first - shard->tensors[t].first);
             const float* values[] = {z->master ? z->master + at : (const float*)zero_own_param(z, u, part.first),
-                                     zero_has_m(z) ? zero_m_at(z, u, part.first) : nullptr,
-                                     zero_has_v(z, &shard->tensors[t]) ? zero_v_at(z, u, part.first) : nullptr};
+                                     zero_m_at(z, u, part.first), zero_v_at(z, u, part.first)};
             for (int k = 0; k < 3; k++)
-                if (values[k] != nullptr)
+                if (k == 0 || zero_has_moment(z, k - 1, &shard->tensors[t]))
                     state_hash_accumulate(z->hash, values[k], part.count, k * shard->num_params + logical, z->compute);
         }
     }

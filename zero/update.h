@@ -93,6 +93,18 @@ static void plan_muon(Zero* z, Plan* plan)
     plan_add(plan, "Muon's matrices", Place::DEVICE, &m->parts, (size_t)MUON_PARTS);
 }
 
+/* What the plan of an optimizer holds besides the plan itself. */
+static void zero_optimizer_free(Zero* z)
+{
+    if (z->muon != nullptr) free(z->muon->tensors);
+    free(z->muon);
+    free(z->v_first);
+    free(z->first_of_name);
+    z->muon = nullptr;
+    z->v_first = nullptr;
+    z->first_of_name = nullptr;
+}
+
 /* What `rank` owns of tensor t, and the rank whose turn the idx-th matrix is. */
 static Range muon_part(const Zero* z, const Tensor* t, int rank)
 {
