@@ -8,18 +8,20 @@
  * passes.cuh       forward and backward      zero/weights.h init.h       weights: read, written, made
  * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
  * choices.cuh      multiple choice           kernels/device.cuh          the device
+ *                                            ds_config.h ds_keys.h       DeepSpeed's JSON as flags
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"
+#include "ds_config.h"
 #include "choices.cuh"
 #include "generate.cuh"
 #include "zero/init.h"
 
 #define VERSION "0.1.0"
 
-void run_all_fp32(const Flags* f, Comm* comm, int argc, char** argv);   // one in each object
-void run_all_bf16(const Flags* f, Comm* comm, int argc, char** argv);
-void run_all_fp16(const Flags* f, Comm* comm, int argc, char** argv);
+void run_all_fp32(const Flags* f, Comm* comm);   // one in each object
+void run_all_bf16(const Flags* f, Comm* comm);
+void run_all_fp16(const Flags* f, Comm* comm);
 #if defined(PREC_BF16)
 #define RUN_ALL run_all_bf16
 #elif defined(PREC_FP16)
@@ -59,6 +61,7 @@ static void print_start(Run* run, const char* model_name)
         run->comm.num_ranks, run->comm.num_ranks > 1 ? "s" : "", run->device.num_threads,
         run->device.num_threads > 1 ? "s" : "");
     if (run->device.peak_flops > 0) SAY(" | peak %.4g Gflop/s per rank", run->device.peak_flops * 1e-9);
+    if (f->config[0]) SAY("\nconfig  %s (--print-config says what became of each key)", f->config);
     SAY("\nflags  ");
     for (const FlagRow& row : flag_rows)
         if (f->given[&row - flag_rows]) SAY(" --%s=%s", row.name, flag_value(f, &row, buf));
@@ -185,6 +188,7 @@ static void train_step(Run* run)
         model_train_micro(&run->model, run->B, run->T, dloss, micro, run->G);
         print_bar(run, micro);
     }
+    zero_step_ask(&run->zero, signals_take());
     zero_step_end(&run->zero, run->config, optimizer_config(run->flags), slot);
     run->step_asked_bytes += run->comm.asked_bytes - asked_before;
     CUDA_CHECK(cudaEventRecord(run->step_ended[slot], run->zero.compute));
@@ -216,13 +220,24 @@ static void finish_step(Run* run, size_t step, const char* hash)
     if (hash != nullptr) log_text(&run->log, "state_hash", hash);
     log_end(&run->log);
     run->seen_skip = s->skip == Skip::NONFINITE;
+    Ask ask = s->asked_to_end ? Ask::END : s->asked_to_save ? Ask::SAVE : Ask::NONE;
+    if (ask > run->ask) run->ask = ask;
     if (s->loss_scale_exhausted || (s->num_skipped_in_a_row >= 10 && !run->config.dynamic_loss_scale))
         stop_at_nonfinite(run, s, step);
 }
 
-typedef struct { double loss; double num_tokens; } EvalResult;
+typedef struct { double loss; double num_tokens; } EvalResult;   // of no token: cut short
 
-/* The whole validation set (or --eval-batches of it): sum of losses / tokens. Ranks without data run empty batches. */
+/* Between steps, where the hosts may wait for one another. */
+static Ask ask_outside_step(Run* run)
+{
+    Ask ask = signals_agree(&run->comm);
+    if (ask > run->ask) run->ask = ask;
+    return run->ask;
+}
+
+/* The whole validation set (or --eval-batches of it): sum of losses / tokens. Ranks without data run empty batches. A
+ * run that is asked to end cuts it short. */
 static EvalResult evaluate(Run* run)
 {
     Loader* val = run->val;
@@ -234,6 +249,7 @@ static EvalResult evaluate(Run* run)
     double* sums = z->step_sums;   // free between steps
     CUDA_CHECK(cudaMemsetAsync(sums, 0, 2 * sizeof(double), z->compute));
     for (size_t i = 0; i < num_batches; i++) {
+        if (ask_outside_step(run) == Ask::END) return EvalResult{};
         load_batch(run, val, i);
         model_eval_micro(&run->model, sums, run->B, run->T);
     }
@@ -248,6 +264,8 @@ static void evaluate_and_say(Run* run)
 {
     if (!run->has_val) return;
     EvalResult r = evaluate(run);
+    run->val_due = r.num_tokens == 0;
+    if (run->val_due) return;
     double bits = 0;
     if (run->val_set.text_bytes > 0)
         bits = r.loss / M_LN2 * (double)run->val_set.num_toks / (double)run->val_set.text_bytes;
@@ -289,6 +307,7 @@ static void save(Run* run)
     state.seed = (unsigned long long)run->flags->seed;
     state.seq_len = run->T;
     state.global_batch = run->global_batch;
+    state.val_due = run->val_due;
     char path[4096];
     const StepState* last = &run->zero.h_state[(run->step - 1) % STEPS_IN_FLIGHT]; // settled: a save waits for its step
     state.num_applied = last->num_applied;
@@ -306,14 +325,17 @@ static void train(Run* run)
     const Flags* f = run->flags;
     run->on_terminal = on_terminal();
     size_t unread = run->step + 1;   // first step whose result has not been seen
-    while (run->step < run->num_steps) {
+    if (run->val_due) evaluate_and_say(run);
+    while (run->step < run->num_steps && run->ask != Ask::END) {
         train_step(run);
         size_t step = ++run->step;
+        for (; unread < step; unread++) finish_step(run, unread, nullptr);
         bool last = step == run->num_steps;
-        bool saves = f->out[0] && (last || (f->save_every > 0 && step % f->save_every == 0));
+        bool saves = f->out[0] && (last || run->ask != Ask::NONE || (f->save_every > 0 && step % f->save_every == 0));
         bool evals = last || (f->eval_every > 0 && step % f->eval_every == 0);
         bool hashes = last || saves || (f->hash_every > 0 && step % f->hash_every == 0);
-        size_t settled = evals || hashes || run->seen_skip ? step : step - 1;   // else the newest is left for next time
+        bool waits = evals || hashes || run->seen_skip || run->ask != Ask::NONE;
+        size_t settled = waits ? step : step - 1;       // else the newest is left for next time
         char hash[32] = "";
         if (hashes) snprintf(hash, sizeof hash, "%016llx", zero_state_hash(&run->zero));
         if (f->check_replicas > 0 && step % f->check_replicas == 0)
@@ -321,8 +343,17 @@ static void train(Run* run)
         for (; unread <= settled; unread++) finish_step(run, unread, hashes && unread == step ? hash : nullptr);
         if (last && hash[0]) SAY("state hash %s after step %zu\n", hash, step);
         if (evals) evaluate_and_say(run);
+        saves = saves || (f->out[0] && run->ask != Ask::NONE);          // asked since
         if (saves) save(run);
+        if (run->ask == Ask::SAVE) {
+            if (!saves) SAY("asked to save: there is no -o to save to\n");
+            run->ask = Ask::NONE;
+        }
+        if (saves) ask_outside_step(run);
     }
+    if (run->ask == Ask::END)
+        SAY("asked to end: stops after step %zu%s\n", run->step,
+            f->out[0] ? ", which is saved" : "; nothing is saved without -o");
     if (run->comm.num_ranks > 1 && run->step > 0)
         SAY("sent    %zu bytes by rank 0, asked for %zu; %zu in steps, %zu a step as planned\n",
             comm_sent_so_far(&run->comm), run->comm.asked_bytes, run->step_asked_bytes, wire_bytes_per_step(run));
@@ -338,7 +369,7 @@ static void weights_init(Run* run)
         Range part = tensor_part(t, zero_owned(&run->zero, t->unit));
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
-            tensor_init(bounce, t, part.first - t->first + done, n, (uint64_t)run->flags->seed);
+            tensor_init(bounce, t, tensor_file_place(t, part.first) + done, n, (uint64_t)run->flags->seed);
             weights_from_host(&run->zero, t->unit, part.first + done, bounce, n);
             done += n;
         }
@@ -359,6 +390,7 @@ static void resume(Run* run, const char* folder)
     }
     CUDA_CHECK(cudaMemcpy(run->zero.state, &device_state, sizeof device_state, cudaMemcpyHostToDevice));
     run->step = state.step;
+    run->val_due = state.val_due;
     ENSURE(state.seq_len == (size_t)run->T,
            "%s: was trained with -t %zu, now -t %d: the data position counts windows of that length; give -t %zu",
            folder, state.seq_len, run->T, state.seq_len);
@@ -414,10 +446,14 @@ static void log_start(Run* run, const char* model_name)
 }
 
 /* What all ranks must agree on before the first collective. */
-static uint64_t run_hash(const Run* run, int argc, char** argv)
+static uint64_t run_hash(const Run* run)
 {
     uint64_t hash = fnv1a64(VERSION, sizeof VERSION);
-    for (int i = 1; i < argc; i++) hash = fnv1a64(argv[i], strlen(argv[i]) + 1, hash);
+    for (const FlagRow& row : flag_rows) {
+        char buf[64];
+        const char* value = flag_value(run->flags, &row, buf);
+        hash = fnv1a64(value, strlen(value) + 1, hash);
+    }
     hash = fnv1a64(&run->train_set.num_toks, sizeof run->train_set.num_toks, hash);
     hash = fnv1a64(&run->val_set.num_toks, sizeof run->val_set.num_toks, hash);
     return fnv1a64(run->model.shard.units, run->model.shard.num_units * sizeof(Unit), hash);
@@ -440,7 +476,8 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
     batch_arithmetic(run, run->comm.num_ranks);
-    place_tensors(run);
+    model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
+    rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
     if (f->auto_) setting_choose(run, device_free_bytes(run));
@@ -494,12 +531,11 @@ static void run_free(Run* run)
     plan_run_free(run);
     plan_free(&run->plan);
     shard_free(&run->model.shard);
-    free(run->model.resident);
     matmul_free();
 }
 
 /* A run from its flags to its end, in this file's precision. */
-void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
+void RUN_ALL(const Flags* f, Comm* comm)
 {
     Run run_ = {}, *run = &run_;
     run->flags = f;
@@ -510,7 +546,7 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
     const char* model_name = run_prepare(run, trains, resume_path);
     if (trains || f->plan) print_start(run, model_name);
     if (f->plan) return;
-    comm_ensure_same(comm, run_hash(run, argc, argv), "build, command line, data or model");
+    comm_ensure_same(comm, run_hash(run), "build, flags, data or model");
     run_allocate(run, model_name, resume_path);
     if (exports) {
         weights_export(&run->zero, f->export_, write_small_files, run);
@@ -530,10 +566,11 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
         ENSURE(run->has_val, "--eval needs validation shards: no val_*.bin in %s; give --val", f->data);
         evaluate_and_say(run);
     } else {
+        signals_begin();
         if (resume_path[0]) resume(run, resume_path);
         log_start(run, model_name);
         train(run);
-        if (run->has_val && f->sample_tokens > 0 && run->num_steps > 0) say_sample(run);
+        if (run->has_val && f->sample_tokens > 0 && run->ask != Ask::END && run->num_steps > 0) say_sample(run);
     }
     run_free(run);
     *comm = run->comm;
@@ -603,6 +640,14 @@ int main(int argc, char** argv)
     Comm comm;
     die_rank = comm_launcher_rank();
     flags_parse(&flags, argc, argv);
+    DsConfig config;
+    ds_config_read(&config, &flags);
+    if (flags.print_config && die_rank == 0) ds_config_print(&config, stdout);
+    ds_config_refuse(&config);
+    if (flags.print_config) {
+        ds_config_free(&config);
+        return 0;
+    }
     auto run_all = precision_find(flags.precision);
     refuse_what_is_not_there(&flags);
     if (flags.help || flags.version) {
@@ -612,8 +657,9 @@ int main(int argc, char** argv)
     }
     comm_init(&comm);
     comm_watch(&comm, flags.timeout);
-    run_all(&flags, &comm, argc, argv);
+    run_all(&flags, &comm);
     comm_free(&comm);
+    ds_config_free(&config);
     return 0;
 }
 #endif

@@ -19,6 +19,7 @@ typedef struct RunState {
     int num_good_steps, hysteresis_left;
     unsigned long long seed;
     size_t seq_len, global_batch;
+    bool val_due;                       // the validation after this step was cut short
 } RunState;
 
 // ------------------------------------------------------------------------------------------------- device <-> file
@@ -84,16 +85,13 @@ static SafeTensors* plan_moments(const Zero* z, const char* path)
     size_t count = (size_t)s->num_tensors * 2, num_kept = 0;
     SafeTensor* list = (SafeTensor*)malloc_checked(count * sizeof *list);
     char (*names)[80] = (char (*)[80])malloc_checked(count * 80);
-    for (size_t i = 0; i < count; i++) {
-        const Tensor* t = &s->tensors[i / 2];
-        if (!zero_has_moment(z, i % 2, t)) continue;
-        SafeTensor* st = &list[num_kept];
-        snprintf(names[num_kept], 80, "%s%s", t->name, optimizer_suffixes[i % 2]);
-        *st = SafeTensor{};
-        st->name = names[num_kept++];
-        st->dtype = SafeDtype::F32;
-        st->num_dims = t->num_dims;
-        for (int d = 0; d < t->num_dims; d++) st->dims[d] = t->shape[d];
+    for (const Tensor* t = s->tensors; t < s->tensors + s->num_tensors; t++) {
+        for (int k = 0; k < 2 && tensor_is_first_piece(t); k++) {
+            if (!zero_has_moment(z, k, t)) continue;
+            snprintf(names[num_kept], 80, "%s%s", t->name, optimizer_suffixes[k]);
+            list[num_kept] = tensor_in_file(t, names[num_kept], SafeDtype::F32);
+            num_kept++;
+        }
     }
     SafeTensors* files = safetensors_plan(path, list, num_kept, MAX_FILE_BYTES);
     free(list);
@@ -121,7 +119,7 @@ static void write_moments(Zero* z, const char* path)
         if (part.count == 0 || !zero_has_moment(z, i % 2, t)) continue;
         char name[80];
         snprintf(name, sizeof name, "%s%s", t->name, optimizer_suffixes[i % 2]);
-        file_from_device(files, safetensors_get(files, name), part.first - t->first,
+        file_from_device(files, safetensors_get(files, name), tensor_file_place(t, part.first),
                          moment_at(z, i % 2, t->unit, part.first), part.count, z);
     }
     safetensors_sync(files);
@@ -145,6 +143,7 @@ static void run_state_write(const RunState* s, const Zero* z, const char* path)
     json_add_int(j, "seed", (long long)s->seed);
     json_add_int(j, "seq_len", (long long)s->seq_len);
     json_add_int(j, "global_batch", (long long)s->global_batch);
+    if (s->val_due) json_add_bool(j, "val_due", true);
     json_add_int(j, "num_ranks", z->comm->num_ranks);
     json_add_int(j, "zero_stage", z->stage);
     json_add_string(j, "optimizer", z->optimizer->name);
@@ -206,11 +205,12 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
     state.hysteresis_left = (int)json_int_or(j, "hysteresis_left", 0, 0, INT_MAX, path);
     state.seed = (unsigned long long)json_int(j, "seed", 0, JSON_MAX_INT, path);
     const char* optimizer = json_string_or(j, "optimizer", "adamw", path);
-    ENSURE(strcmp(optimizer, z->optimizer->name) == 0, "%s: was trained with --optimizer %s, now %s, whose states are "
-           "others: give --optimizer %s, or start anew from its weights with -m %s", path, optimizer, z->optimizer->name,
-           optimizer, folder);
+    ENSURE(strcmp(optimizer, z->optimizer->name) == 0,
+           "%s: was trained with --optimizer %s, now %s, whose states are others: give --optimizer %s, or start anew from "
+           "its weights with -m %s", path, optimizer, z->optimizer->name, optimizer, folder);
     state.seq_len = (size_t)json_int(j, "seq_len", 1, JSON_MAX_INT, path);
     state.global_batch = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);
+    state.val_due = json_bool_or(j, "val_due", false, path);
     cJSON_Delete(j);
 
     const Shard* s = z->shard;
@@ -227,7 +227,7 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
             const SafeTensor* st = safetensors_get(files, name);
             ensure_shape(files, st, t);
             device_from_file(moment_at(z, k, t->unit, part.first), files, st,
-                             part.first - t->first, part.count, z);
+                             tensor_file_place(t, part.first), part.count, z);
         }
     }
     safetensors_close(files);
