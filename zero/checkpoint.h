@@ -206,8 +206,8 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
     state.seed = (unsigned long long)json_int(j, "seed", 0, JSON_MAX_INT, path);
     const char* optimizer = json_string_or(j, "optimizer", "adamw", path);
     ENSURE(strcmp(optimizer, z->optimizer->name) == 0,
-           "%s: was trained with --optimizer %s, now %s, whose states are others: give --optimizer %s, or start anew from "
-           "its weights with -m %s", path, optimizer, z->optimizer->name, optimizer, folder);
+           "%s: was trained with --optimizer %s, now %s, whose states are others: give --optimizer %s, or start anew "
+           "from its weights with -m %s", path, optimizer, z->optimizer->name, optimizer, folder);
     state.seq_len = (size_t)json_int(j, "seq_len", 1, JSON_MAX_INT, path);
     state.global_batch = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);
     state.val_due = json_bool_or(j, "val_due", false, path);
