@@ -44,6 +44,8 @@ typedef struct Run {
     cudaEvent_t batch_copied[2];
     cudaEvent_t step_begun[STEPS_IN_FLIGHT], step_ended[STEPS_IN_FLIGHT];   // on the compute stream, timed
     size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
+    Ask ask;                       // what the ranks have agreed that a signal asks for
+    bool val_due;                  // the validation of this step was cut short by it
     bool seen_skip;                // the newest result seen is a skipped step: see each before the next is begun
     double mean_step_s;
     bool on_terminal, bar_drawn;
