@@ -108,6 +108,7 @@ static void print_step(Run* run, const StepState* s, size_t step, double took_s)
     log_real(&run->log, "tok_per_s", toks_per_s);
     log_int(&run->log, "tokens", (long long)s->num_toks);
     log_int(&run->log, "skipped", s->skip == Skip::NONFINITE);
+    log_real(&run->log, "host_mib", resident_bytes() / 1048576.0);
     if (is_fp16()) log_real(&run->log, "loss_scale", s->used_loss_scale);
     if (run->comm.rank != 0) return;
     if (step % f->log_every != 0 && step != run->num_steps) return;
@@ -259,6 +260,7 @@ static void evaluate_and_say(Run* run)
     if (run->val_set.num_words > 0)
         SAY(" | perplexity %.3f per word",
             exp(r.loss * (double)run->val_set.num_toks / (double)run->val_set.num_words));
+    if (run->flags->eval_stride > 0) SAY(" | windows of %d every %lld", run->T, (long long)run->flags->eval_stride);
     SAY("\n");
     log_begin(&run->log);
     log_int(&run->log, "step", (long long)run->step);
@@ -393,6 +395,24 @@ static void say_sample(Run* run)
     comm_barrier(&run->comm);
 }
 
+/* "memory": {"device": {label: MiB, ...}, "host": {...}}: the plan, per rank. */
+static void log_plan(RunLog* log, const Plan* p)
+{
+    log_key(log, "memory");
+    log_begin(log);
+    for (Place place : {Place::DEVICE, Place::HOST}) {
+        log_key(log, place == Place::DEVICE ? "device" : "host");
+        log_begin(log);
+        for (int i = 0; i < p->num_rows; i++) {
+            size_t bytes = plan_label_bytes(p, i);
+            if (p->rows[i].place == place && bytes > 0) log_real(log, p->rows[i].label, bytes / 1048576.0);
+        }
+        fputc('}', log->f);
+        log->first_member = false;
+    }
+    fputc('}', log->f);
+}
+
 static void log_start(Run* run, const char* model_name)
 {
     if (!run->flags->out[0] || run->comm.rank != 0) return;
@@ -408,7 +428,9 @@ static void log_start(Run* run, const char* model_name)
     log_int(&run->log, "num_params", (long long)run->model.shard.num_params);
     log_int(&run->log, "global_batch", (long long)run->global_batch);
     log_int(&run->log, "num_steps", (long long)run->num_steps);
-    for (const FlagRow& row : flag_rows) log_text(&run->log, row.name, flag_value(run->flags, &row, buf));
+    for (const FlagRow& row : flag_rows)
+        if (strcmp(row.name, "version") != 0) log_text(&run->log, row.name, flag_value(run->flags, &row, buf));
+    log_plan(&run->log, &run->plan);
     fputc('}', run->log.f);
     log_end(&run->log);
 }
