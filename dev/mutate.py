@@ -383,7 +383,7 @@ class Programs:
 
     def notices(self, number, checked, seed, folder):
         env = {"EMU_SLOW_RANK": seed % 2} if checked and self.ranks > 1 else {}
-        code, output, results = self.attempt(checked, seed, folder, 40 + 10 * self.took_s, MUTANT=number, **env)
+        code, output, results = self.attempt(checked, seed, folder, 30 + 5 * self.took_s, MUTANT=number, **env)
         if code != 0:
             return complaint(code, output)
         return "other numbers" if results != self.wanted else None
