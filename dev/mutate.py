@@ -332,10 +332,10 @@ def prepare_data():
 
 
 TRAIN = ["-m", WORK / "model", "--from-scratch", "-d", WORK / "data", "-t", 16, "-l", 1e-3, "--hash-every", 1,
-         "--timeout", 10, "-o", "run"]
+         "--timeout", 20, "-o", "run"]
 RESUME = [*TRAIN[:2], *TRAIN[3:], "--resume", "auto"]
 QUIET = ["--sample-tokens", 0]
-ASK = ["-m", "run/step_00000002", "--timeout", 10]
+ASK = ["-m", "run/step_00000002", "--timeout", 20]
 
 
 class Programs:
