@@ -331,7 +331,7 @@ def prepare_data():
     (WORK / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-TRAIN = ["-m", WORK / "model", "--from-scratch", "-d", WORK / "data", "-t", 16, "-l", 1e-3, "--hash-every", 1,
+TRAIN = ["-m", WORK / "model", "--from-scratch", "-d", WORK / "data", "-t", 16, "--hash-every", 1,
          "--timeout", 20, "-o", "run"]
 RESUME = [*TRAIN[:2], *TRAIN[3:], "--resume", "auto"]
 QUIET = ["--sample-tokens", 0]
@@ -339,10 +339,11 @@ ASK = ["-m", "run/step_00000002", "--timeout", 20]
 
 
 class Programs:
-    """train_gpt with one list of flags after another, in an empty folder."""
+    """train_gpt with one list of flags after another, in an empty folder; `refused`: what the last must end with."""
 
-    def __init__(self, name, precision, ranks, *runs):
+    def __init__(self, name, precision, ranks, *runs, refused=None):
         self.name, self.precision, self.ranks, self.runs = f"{name}, {precision}", precision, ranks, runs
+        self.refused = refused
         self.took_s, self.seen, self.wanted = None, set(), None
 
     def attempt(self, checked, seed, folder, limit_s, **env):
@@ -354,6 +355,8 @@ class Programs:
             command = [*(["mpirun", "-np", self.ranks] if self.ranks > 1 else []), program, *flags,
                        "-p", self.precision]
             code, output = run(command, folder, limit_s, EMU_SEED=seed, **env)
+            if code == 1 and self.refused and flags is self.runs[-1]:
+                return 0, output, re.findall(self.refused, output)[:1]
             if code != 0:
                 return code, output, None
             results += [re.sub(r',"first_token_ms.*', "", line) for line in output.splitlines()
@@ -395,7 +398,10 @@ TESTS = [
     Programs("one rank", "fp32", 1, [*TRAIN, "-z", 0, "-b", 2, "-g", 2, "-n", 3, *QUIET]),
     Programs("stage 0", "fp32", 2, [*TRAIN, "-z", 0, "-b", 1, "-g", 2, "-n", 2, *QUIET]),
     Programs("stage 0, in order", "fp32", 2, [*TRAIN, "-z", 0, "-b", 1, "-n", 2, "--deterministic", *QUIET]),
-    Programs("stage 1", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-g", 2, "-n", 2, *QUIET]),
+    Programs("stage 1", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-g", 2, "-n", 2, "--check-replicas", 1, *QUIET]),
+    Programs("not finite", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-n", 25, "-l", 1000, "--weight-decay", 100,
+             "--warmup", 0, *QUIET],
+             refused=r"the first tensor with an Inf or NaN.*? is [\w.]+"),
     Programs("stage 2", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-g", 2, "-n", 3, "--eval-every", 2, *QUIET]),
     Programs("stage 3", "fp32", 2, [*TRAIN, "-z", 3, "-b", 1, "-g", 2, "-n", 3, "--reduce-bucket", 1, *QUIET]),
     Programs("stage 3, in order", "fp32", 2, [*TRAIN, "-z", 3, "-b", 1, "-n", 2, "-r", 2, "--deterministic", *QUIET]),
