@@ -193,7 +193,8 @@ static int next_from_logits(const floatX* raw, float* h_logits, int V, const int
     return sample_token(h_logits, V, config, u);
 }
 
-/* Without the cache: the last m->T of ids (num_ids) through the model; logits of the last row to raw (V). */
+/* Without the cache: the last m->T of ids (num_ids) through the model; logits of the last row to raw (V),
+ * pageable memory: the copy is complete when the call returns. */
 static void logits_of_context(Model* m, const int* ids, int num_ids, floatX* raw)
 {
     cudaStream_t stream = m->zero->compute;
@@ -205,7 +206,6 @@ static void logits_of_context(Model* m, const int* ids, int num_ids, floatX* raw
     if (m->walks_vocab) head_rows_forward(m, &last, 1);
     else head_forward(m, last, 1);
     CUDA_CHECK(cudaMemcpyAsync(raw, m->logits, m->config.V * sizeof(floatX), cudaMemcpyDeviceToHost, stream));
-    CUDA_CHECK(cudaStreamSynchronize(stream));
 }
 
 // ---------------------------------------------------------------------------------------------------------- Prompt
