@@ -57,6 +57,7 @@
     F(INT,    eval_batches,   0,  0,         0, INT64_MAX, "at most so many global micro-batches per validation; 0 = the whole set") \
     F(INT,    save_every,     0,  0,         0, INT64_MAX, "checkpoint every so many steps; 0 = at the end only (with -o)") \
     F(TEXT,   resume,         0,  "",        0, 0, "checkpoint, or run folder and its newest complete checkpoint; auto = the one of -o if there is one") \
+    F(SWITCH, elastic,        0,  false,     0, 0, "with --resume: the checkpoint's global batch on any number of ranks; -g follows, -b is the most") \
     F(SWITCH, from_scratch,   0,  false,     0, 0, "take only config.json from the folder given with -m") \
     F(INT,    log_every,      0,  1,         1, INT64_MAX, "print every so many steps (the log file has all)") \
     F(INT,    hash_every,     0,  0,         0, INT64_MAX, "state hash into the log every so many steps; always at checkpoints and the end") \

@@ -14,6 +14,7 @@
 #include "ds_config.h"
 #include "choices.cuh"
 #include "generate.cuh"
+#include "same.cuh"
 #include "zero/init.h"
 
 #define VERSION "0.1.0"
@@ -442,20 +443,6 @@ static void log_start(Run* run, const char* model_name)
     log_end(&run->log);
 }
 
-/* What all ranks must agree on before the first collective. */
-static uint64_t run_hash(const Run* run)
-{
-    uint64_t hash = fnv1a64(VERSION, sizeof VERSION);
-    for (const FlagRow& row : flag_rows) {
-        char buf[64];
-        const char* value = flag_value(run->flags, &row, buf);
-        hash = fnv1a64(value, strlen(value) + 1, hash);
-    }
-    hash = fnv1a64(&run->train_set.num_toks, sizeof run->train_set.num_toks, hash);
-    hash = fnv1a64(&run->val_set.num_toks, sizeof run->val_set.num_toks, hash);
-    return fnv1a64(run->model.shard.units, run->model.shard.num_units * sizeof(Unit), hash);
-}
-
 /* Flags, files and plan: all that can be refused before anything is allocated. Returns the model's name; resume_path is
  * the checkpoint to go on from, or empty. */
 static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
@@ -473,6 +460,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
     batch_arithmetic(run, run->comm.num_ranks);
+    if (f->elastic && resume_path[0]) batch_of_checkpoint(run, resume_path);
     place_tensors(run);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
@@ -543,7 +531,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
     const char* model_name = run_prepare(run, trains, resume_path);
     if (trains || f->plan) print_start(run, model_name);
     if (f->plan) return;
-    comm_ensure_same(comm, run_hash(run), "build, flags, data or model");
+    ensure_same_start(run);
     run_allocate(run, model_name, resume_path);
     if (exports) {
         weights_export(&run->zero, f->export_, write_small_files, run);
@@ -585,6 +573,10 @@ static void refuse_what_is_not_there(const Flags* f)
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
     if (f->given[FLAG_epochs] && f->given[FLAG_steps])
         die_usage("-n and --epochs both say where the run ends: give one");
+    if (f->elastic && !f->given[FLAG_resume]) die_usage("--elastic goes with --resume: it keeps a checkpoint's batch");
+    if (f->given[FLAG_save_every] && !f->out[0]) die_usage("--save-every needs -o FOLDER to save to");
+    if (f->given[FLAG_min_lr] && f->min_lr > f->lr)
+        die_usage("--min-lr %g is above the peak --lr %g: lower it", f->min_lr, f->lr);
     int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_] +
                 f->given[FLAG_choices];
     if (modes > 1)

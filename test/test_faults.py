@@ -25,9 +25,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def flags(folder, *more):
-    return ["-m", folder / "model", "--from-scratch", "-d", folder / "data", "-b", 2, "-l", 1e-3, "--warmup", 2,
-            "--sample-tokens", 0, *more]
+def flags(folder, *more, micro_batch=2):
+    return ["-m", folder / "model", "--from-scratch", "-d", folder / "data", "-b", micro_batch, "-l", 1e-3,
+            "--warmup", 2, "--sample-tokens", 0, *more]
 
 
 class Started:
@@ -130,3 +130,92 @@ def test_asked_to_end_with_nowhere_to_save(folder):
     run.wait_for("step 3/")
     run.send(signal.SIGTERM)
     assert "nothing is saved without -o" in run.end().out
+
+
+# ---- what all ranks must have alike ------------------------------------------------------------------------------
+def run_apart(folder, first, second):
+    """Rank 0 runs the command `first`, rank 1 the command `second`."""
+    words = command(first, 1, "cpu"), command(second, 1, "cpu")
+    process = subprocess.run(["mpirun", "--oversubscribe", "-np", "1", *words[0], ":", "-np", "1", *words[1]],
+                             capture_output=True, text=True, timeout=60, env=environment(**ONE_THREAD), cwd=folder)
+    assert process.returncode == 1, process.stderr
+    return Run(process, None).complaint[0]
+
+
+def test_ranks_that_differ(folder, monkeypatch):
+    args = ["-m", "d2", "-t", 16, "-d", "data", "-n", 2, "--sample-tokens", 0]
+    assert "rank 1 differs from rank 0 in the flags" in run_apart(folder, args, [*args, "-s", 7])
+    other = folder / "other"
+    other.write_bytes(binary("cpu").read_bytes() + b"\0")
+    other.chmod(0o755)
+    same = [binary("cpu"), *args]
+    process = subprocess.run(["mpirun", "--oversubscribe", "-np", "1", *map(str, same), ":", "-np", "1", other,
+                              *map(str, args)], capture_output=True, text=True, timeout=60, env=environment(),
+                             cwd=folder)
+    assert process.returncode == 1 and "rank 1 differs from rank 0 in the executable file" in process.stderr
+    for rank in range(2):
+        shard_write(folder / str(rank) / "data" / "train_000000.bin", init.tokens(900, V, 3 + rank), V)
+    script = f'cd {folder}/$OMPI_COMM_WORLD_RANK && exec {binary("cpu")} "$@"'
+    run = train_gpt(*args, ranks=2, wrapper=["sh", "-c", script], ok=False, timeout=60)
+    assert "rank 1 differs from rank 0 in the token shards" in run.complaint[0]
+
+
+def test_another_mpi(folder):
+    """Started by the launcher of another MPI, each process would take itself for the whole run."""
+    run = train_gpt(*flags(folder, "-n", 1), ok=False, PMI_SIZE="2", PMI_RANK="1")
+    assert run.code == 1 and "the launcher started 2 ranks (PMI_SIZE), MPI finds 1" in run.complaint[0]
+
+
+# ---- lost ranks --------------------------------------------------------------------------------------------------
+def supervise(folder, ranks, *args, more=()):
+    words = [str(ROOT / "scripts/supervise.sh"), str(ranks), *more, str(binary("cpu")), *map(str, args)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+                            env=environment(**ONE_THREAD), stdin=subprocess.DEVNULL)
+
+
+def launcher_of(script):
+    """The mpirun that supervise.sh has started."""
+    found = subprocess.run(["pgrep", "-P", str(script), "mpirun"], capture_output=True, text=True).stdout.split()
+    return int(found[0])
+
+
+def test_supervise(folder):
+    """Of three ranks one is killed: two go on with the same global batch, to the losses of an unbroken run."""
+    args = flags(folder, "-g", 4, "-n", 60, "--save-every", 10, "-z", 2, "--timeout", 20, micro_batch=1)
+    process = supervise(folder, 3, *args, "-o", folder / "run")
+    while not list((folder / "run").glob("step_*0")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(ranks_of(launcher_of(process.pid))[1], signal.SIGKILL)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert "1 ranks lost" in out and "supervise: 2 ranks, from" in out and "supervise: done" in out
+    assert "batch   12 sequences = 1 per micro-step x 6 micro-steps x 2 ranks" in out
+    unbroken = train_gpt(*args, ranks=3, out=folder / "unbroken", **ONE_THREAD)
+    log = read_log(folder / "run" / "log.jsonl")
+    assert [entry["step"] for entry in log] == list(range(1, 61))
+    assert [entry["loss"] for entry in log] == pytest.approx(unbroken.series("loss"), rel=1e-5)
+
+
+def test_supervise_gives_up(folder):
+    bad = folder / "nowhere"
+    process = supervise(folder, 2, "-d", bad, "-o", folder / "run", more=["--retries", "2"])
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "2 starts in a row without a new checkpoint: given up" in out
+    process = supervise(folder, 2, "--zero", "9", "-o", folder / "run")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    hosts = folder / "hosts"
+    hosts.write_text("localhost slots=1\nno-such-host.invalid slots=4\n")
+    process = supervise(folder, 5, *flags(folder, "-n", 2), "-o", folder / "hosted", more=["--hostfile", hosts])
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert "no-such-host.invalid does not answer: left out" in out and "supervise: 1 ranks" in out
+
+
+def test_elastic(folder):
+    args = flags(folder, "-g", 3, "-n", 2)
+    run = train_gpt(*args, out=folder / "run", **ONE_THREAD)                             # 6 sequences
+    four = train_gpt(*args, "--resume", run.checkpoint(2), "--elastic", ranks=4, ok=False, **ONE_THREAD)
+    assert four.code == 1 and "the global batch of 6 sequences in" in four.complaint[0]
+    assert "does not divide over 4 ranks; the most that it divides over below that is 3" in four.complaint[0]

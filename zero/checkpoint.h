@@ -185,6 +185,17 @@ static void checkpoint_save(Zero* z, const char* out, const RunState* state,
 }
 
 // ----------------------------------------------------------------------------------------------------------- load
+/* The global batch of the run that the checkpoint is of. */
+static size_t checkpoint_global_batch(const char* folder)
+{
+    char path[4200];
+    snprintf(path, sizeof path, "%s/state.json", folder);
+    cJSON* j = json_parse_file(path);
+    size_t batch = (size_t)json_int(j, "global_batch", 1, 1 << 30, path);
+    cJSON_Delete(j);
+    return batch;
+}
+
 /* The moments of what this rank updates, and the counters, from a checkpoint. */
 static RunState checkpoint_load_state(Zero* z, const char* folder)
 {

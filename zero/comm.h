@@ -63,6 +63,24 @@ static int comm_launcher_rank(void)
     return 0;
 }
 
+/* The launcher's number of ranks, where it says one: that of another MPI starts processes that do not find one another,
+ * each of which would take itself for the whole run. */
+static void comm_check_launcher(const Comm* c)
+{
+    for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}) {
+        const char* text = getenv(name);
+        if (text == nullptr) continue;
+        ENSURE(atoi(text) == c->num_ranks, "the launcher started %s ranks (%s), MPI finds %d: start it with the mpirun "
+               "of the MPI that it is built with%s", text, name, c->num_ranks,
+#ifdef NO_MPI
+               "; this binary is built with NO_MPI=1");
+#else
+               "");
+#endif
+        return;
+    }
+}
+
 static void comm_init(Comm* c)
 {
     *c = Comm{};
@@ -80,6 +98,7 @@ static void comm_init(Comm* c)
 #endif
     die_rank = c->rank;
     die_num_ranks = c->num_ranks;
+    comm_check_launcher(c);
 }
 
 /* From here on a hang ends with a message. */

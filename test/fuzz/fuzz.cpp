@@ -5,6 +5,7 @@
  * opened by then is freed and closed; what a parser that accepts does not free itself is reported as a leak. */
 #include <csetjmp>
 #include <sanitizer/allocator_interface.h>
+#include "ds_config.h"
 #include "fit.cuh"
 
 // The machine code that PCRE2 makes is no memory that can be given back from outside: the same matches, slower.
@@ -145,12 +146,23 @@ static void fuzz_log(const char* text, size_t length)
     log_close(&log);
 }
 
+static void fuzz_dsconfig(const char* text, size_t length)
+{
+    static Flags flags;
+    const char* words[] = {"train_gpt", "--config", put("ds_config.json", text, length)};
+    flags_parse(&flags, 3, (char**)words);
+    DsConfig config;
+    ds_config_read(&config, &flags);
+    ds_config_refuse(&config);
+    ds_config_free(&config);
+}
+
 typedef struct { const char* name; void (*parse)(const char* text, size_t length); } Target;
 
 static const Target targets[] = {
     {"flags", fuzz_flags}, {"config", fuzz_config}, {"safetensors", fuzz_safetensors}, {"index", fuzz_index},
     {"shard", fuzz_shard}, {"tokenizer", fuzz_tokenizer}, {"sentencepiece", fuzz_tokenizer},
-    {"prompts", fuzz_prompts}, {"log", fuzz_log},
+    {"prompts", fuzz_prompts}, {"log", fuzz_log}, {"dsconfig", fuzz_dsconfig},
 };
 
 // ------------------------------------------------------------------------------------------------- what a refusal left
