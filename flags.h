@@ -49,6 +49,9 @@
     F(REAL,   eps,            0,  1e-8,      0, 1, "added to the root of the second moment") \
     F(REAL,   weight_decay,   0,  0.1,       0, 100, "decoupled decay of tensors with two axes") \
     F(REAL,   clip,           0,  1.0,       0, 1e30, "largest global gradient norm; 0 = off") \
+    F(REAL,   spike_deviations, 0, 6,        0, 1e6, "say so when loss or norm is so many standard deviations above its running mean; 0 = never") \
+    F(INT,    spike_window,   0,  100,       2, 1 << 30, "steps that the running mean and deviation look back") \
+    F(SWITCH, spike_skip,     0,  false,     0, 0, "such a step changes nothing, as one with an Inf or NaN") \
     F(ONEOF,  schedule,       0,  "cosine",  "constant|linear|cosine|wsd|wsd-sqrt", 0, "learning rate after warm-up") \
     F(INT,    warmup,         0,  -1,       -1, INT64_MAX, "warm-up steps; -1 = 2 % of the steps, at most 700") \
     F(REAL,   decay,          0,  0.2,       0, 1, "wsd: last share of the steps that falls") \

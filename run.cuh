@@ -205,6 +205,9 @@ static StepConfig step_config(const Run* run)
     c.max_norm = f->clip;
     c.beta1 = f->beta1;
     c.beta2 = f->beta2;
+    c.spike_deviations = f->spike_deviations;
+    c.spike_window = (double)f->spike_window;
+    c.spike_skips = f->spike_skip;
     c.nominal_toks = (double)run->global_batch * run->T;
     c.dynamic_loss_scale = is_fp16() && f->loss_scale == 0;
     c.min_loss_scale = f->min_loss_scale;

@@ -219,3 +219,54 @@ def test_elastic(folder):
     four = train_gpt(*args, "--resume", run.checkpoint(2), "--elastic", ranks=4, ok=False, **ONE_THREAD)
     assert four.code == 1 and "the global batch of 6 sequences in" in four.complaint[0]
     assert "does not divide over 4 ranks; the most that it divides over below that is 3" in four.complaint[0]
+
+
+# ---- numbers that go wrong ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ranks,stage", [(1, 0), (3, 2)])
+def test_nonfinite_is_named(folder, ranks, stage):
+    """A NaN among the weights: each step that is skipped names a tensor, ten in a row end the run, and the checkpoint
+    that was there stays."""
+    config = gpt2_config(V, 24, T, L=2, NH=3)
+    tensors = init.gpt2_weights(config, 1)
+    good = model_write(folder / "good", config, tensors)
+    args = ["-d", folder / "data", "-b", 2, "-z", stage, "--sample-tokens", 0]
+    run = train_gpt("-m", good, "-n", 2, *args, ranks=ranks, out=folder / "run", **ONE_THREAD)
+    before = (run.checkpoint(2) / "model.safetensors").read_bytes()
+    tensors["transformer.ln_f.weight"][3] = np.nan
+    bad = model_write(folder / "bad", config, tensors)
+    run = train_gpt("-m", bad, "-n", 50, *args, ranks=ranks, out=folder / "again", ok=False, **ONE_THREAD)
+    skipped = re.findall(r"step (\d+)/50 .*SKIPPED: Inf or NaN in (\S+)", run.out)
+    assert [int(step) for step, _ in skipped] == list(range(1, 11))
+    assert {name for _, name in skipped} == {run.log[0]["nonfinite"]} <= set(tensors)
+    assert "step 10: the gradient is not finite, 10 times in a row" in run.complaint[0]
+    assert run.code == 1 and skipped[0][1] in run.complaint[0]
+    assert (folder / "run" / "step_00000002" / "model.safetensors").read_bytes() == before
+
+
+def spiky(folder, deviations=4):
+    """Thirty steps of text that is learnt at once, one of noise, and more text; in file order."""
+    text = np.tile(np.arange(4), 30 * 2 * T // 4)
+    noise = np.random.default_rng(1).integers(0, V, 2 * T)
+    shard_write(folder / "spiky" / "train_000000.bin", np.concatenate([text, noise, text, [0]]), V)
+    return ["-m", folder / "model", "--from-scratch", "-d", folder / "spiky", "-l", 1e-3, "--no-shuffle", "-n", 36,
+            "--schedule", "constant", "--spike-window", 6, "--spike-deviations", deviations,
+            "--sample-tokens", 0]
+
+
+def test_spike(folder):
+    """A step that stands out is said, or with --spike-skip changes nothing; as well on two ranks and after a resume."""
+    args = spiky(folder)
+    run = train_gpt(*args, "-b", 2, out=folder / "run", **ONE_THREAD)
+    assert re.findall(r"step (\d+)/36 .*WARNING: (?:loss|norm) \d+\.\d deviations above its mean", run.out)[0] == "31"
+    assert run.log[30]["loss_deviations"] > 4 and run.log[30]["skipped"] == 0
+    skips = [*args, "--spike-skip", "--save-every", 25]
+    one = train_gpt(*skips, "-b", 2, out=folder / "one", **ONE_THREAD)
+    two = train_gpt(*skips, "-b", 1, "-z", 2, ranks=2, out=folder / "two", **ONE_THREAD)
+    rest = train_gpt(*skips, "-b", 2, "--resume", one.checkpoint(25), out=folder / "rest", **ONE_THREAD)
+    for skipping in (one, two):
+        assert skipping.series("skipped").index(1) == 30 and skipping.series("lr")[31] == skipping.series("lr")[30]
+    assert two.series("loss") == pytest.approx(one.series("loss"), rel=1e-5)
+    assert rest.series("loss") == one.series("loss")[25:] and rest.series("skipped") == one.series("skipped")[25:]
+    assert rest.log[-1]["state_hash"] == one.log[-1]["state_hash"]
+    silent = train_gpt(*spiky(folder, deviations=0), "-b", 2, out=folder / "silent", **ONE_THREAD)
+    assert "WARNING" not in silent.out and silent.series("loss") == run.series("loss")
