@@ -390,7 +390,7 @@ static void weights_init(Run* run)
         Range part = tensor_part(t, zero_owned(&run->zero, t->unit));
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
-            tensor_init(bounce, t, part.first - t->first + done, n, (uint64_t)run->flags->seed);
+            tensor_init(bounce, t, tensor_file_place(t, part.first) + done, n, (uint64_t)run->flags->seed);
             weights_from_host(&run->zero, t->unit, part.first + done, bounce, n);
             done += n;
         }
@@ -485,7 +485,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
     batch_arithmetic(run, run->comm.num_ranks);
     if (f->elastic && resume_path[0]) batch_of_checkpoint(run, resume_path);
-    place_tensors(run);
+    model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
     if (f->auto_) setting_choose(run, device_free_bytes(run));
@@ -539,7 +539,6 @@ static void run_free(Run* run)
     plan_run_free(run);
     plan_free(&run->plan);
     shard_free(&run->model.shard);
-    free(run->model.resident);
     matmul_free();
 }
 

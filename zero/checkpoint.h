@@ -85,14 +85,12 @@ static SafeTensors* plan_moments(const Shard* s, const char* path)
     size_t count = (size_t)s->num_tensors * 2;
     SafeTensor* list = (SafeTensor*)malloc_checked(count * sizeof *list);
     char (*names)[80] = (char (*)[80])malloc_checked(count * 80);
-    for (size_t i = 0; i < count; i++) {
-        const Tensor* t = &s->tensors[i / 2];
-        snprintf(names[i], 80, "%s%s", t->name, optimizer_suffixes[i % 2]);
-        list[i] = SafeTensor{};
-        list[i].name = names[i];
-        list[i].dtype = SafeDtype::F32;
-        list[i].num_dims = t->num_dims;
-        for (int d = 0; d < t->num_dims; d++) list[i].dims[d] = t->shape[d];
+    count = 0;
+    for (const Tensor* t = s->tensors; t < s->tensors + s->num_tensors; t++) {
+        for (int k = 0; k < 2 && tensor_is_first_piece(t); k++, count++) {
+            snprintf(names[count], 80, "%s%s", t->name, optimizer_suffixes[k]);
+            list[count] = tensor_in_file(t, names[count], SafeDtype::F32);
+        }
     }
     SafeTensors* files = safetensors_plan(path, list, count, MAX_FILE_BYTES);
     free(list);
@@ -120,7 +118,7 @@ static void write_moments(Zero* z, const char* path)
         if (part.count == 0) continue;
         char name[80];
         snprintf(name, sizeof name, "%s%s", t->name, optimizer_suffixes[i % 2]);
-        file_from_device(files, safetensors_get(files, name), part.first - t->first,
+        file_from_device(files, safetensors_get(files, name), tensor_file_place(t, part.first),
                          moment_at(z, i % 2, t->unit, part.first), part.count, z);
     }
     safetensors_sync(files);
@@ -247,7 +245,7 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
             const SafeTensor* st = safetensors_get(files, name);
             ensure_shape(files, st, t);
             device_from_file(moment_at(z, k, t->unit, part.first), files, st,
-                             part.first - t->first, part.count, z);
+                             tensor_file_place(t, part.first), part.count, z);
         }
     }
     safetensors_close(files);
