@@ -106,14 +106,14 @@ static void comm_watch(Comm* c, double timeout_s)
 {
     if (c->num_ranks == 1) return;
 #ifndef NO_MPI
-    Beat *own, *beats;
-    MPI_Aint size_bytes;
+    char* base;                                    // one more than there are ranks: it need not be aligned as they are
+    MPI_Aint size_bytes = (MPI_Aint)sizeof(Beat) * (c->host_rank == 0 ? 2 : 1);
     int unit_bytes;
-    MPI_CHECK(MPI_Win_allocate_shared(sizeof(Beat), 1, MPI_INFO_NULL, c->host, &own, &c->beats));
-    MPI_CHECK(MPI_Win_shared_query(c->beats, 0, &size_bytes, &unit_bytes, &beats));
+    MPI_CHECK(MPI_Win_allocate_shared(size_bytes, 1, MPI_INFO_NULL, c->host, &base, &c->beats));
+    MPI_CHECK(MPI_Win_shared_query(c->beats, 0, &size_bytes, &unit_bytes, &base));
+    Beat* beats = (Beat*)(((uintptr_t)base + alignof(Beat) - 1) / alignof(Beat) * alignof(Beat));
     if (c->host_rank == 0) memset((void*)beats, 0, c->host_num_ranks * sizeof(Beat));
     MPI_CHECK(MPI_Barrier(c->host));
-    ENSURE(own == beats + c->host_rank, "the shared memory of this host's ranks is not in one piece");
     c->watch = watch_start(beats, c->host_num_ranks, c->host_rank, c->rank, timeout_s);
     MPI_CHECK(MPI_Barrier(c->host));
 #else
@@ -167,6 +167,21 @@ static void comm_barrier(const Comm* c)
     }
 #endif
     watch_move(c->watch, "what follows a barrier", 0);
+}
+
+/* This rank waits for work, or for the rank that has all of it: no --timeout for that. */
+static void comm_idle(const Comm* c, bool idle)
+{
+    if (c->watch == nullptr) return;
+    watch_move(c->watch, "what follows a wait for work", 0);
+    c->watch->idle = idle;
+}
+
+static void comm_barrier_idle(const Comm* c)
+{
+    comm_idle(c, true);
+    comm_barrier(c);
+    comm_idle(c, false);
 }
 
 static void comm_broadcast_host(const Comm* c, void* data, size_t size_bytes)
