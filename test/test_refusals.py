@@ -234,7 +234,7 @@ ROWS = [
     refuse('{d}/model/config.json: "n_layer" is 1.5, must be a whole number of at most 2^53', config(n_layer=1.5)),
     refuse("{d}/model/config.json: the width 8 is not divisible by 3 heads", config(n_head=3)),
     refuse('{d}/model/config.json: "vocab_size" is 1000000000000, must be 1 to 16777216', config(vocab_size=1e12)),
-    refuse("{d}/model: tensor transformer.wte.weight has shape 31x8, config.json asks for 32x8",
+    refuse("{d}/model/model.safetensors: tensor transformer.wte.weight has shape 31x8, config.json asks for 32x8",
            config(vocab_size=V + 1)),
     refuse('{d}/model/config.json: "layer_norm_epsilon" is 2, must be 0 to 1', config(layer_norm_epsilon=2)),
     refuse('{d}/model/config.json: activation_function is "swish", have gelu_new, gelu_pytorch_tanh and gelu',
@@ -256,9 +256,11 @@ ROWS = [
     # weights
     refuse("{d}/model: has no tensor transformer.h.1.mlp.c_fc.weight, which config.json asks for",
            tensors(lambda t: {k: v for k, v in t.items() if k != NAME})),
-    refuse("{d}/model: tensor transformer.h.1.mlp.c_fc.weight has shape 32x8, config.json asks for 8x32",
+    refuse("{d}/model/model.safetensors: tensor transformer.h.1.mlp.c_fc.weight has shape 32x8, "
+           "config.json asks for 8x32",
            tensors(lambda t: {**t, NAME: t[NAME].T.copy()})),
-    refuse('{d}/model: tensor "transformer.h.1.mlp.c_fc.weight" is I64; weights are read as F32, F16 or BF16: '
+    refuse('{d}/model/model.safetensors: tensor "transformer.h.1.mlp.c_fc.weight" is I64; weights are '
+           'read as F32, F16 or BF16: '
            "convert the file", tensors(lambda t: {**t, NAME: t[NAME].astype(np.int64)})),
     refuse("{d}/model: holds tensor transformer.h.2.ln_1.weight, which the model of config.json does not have",
            tensors(lambda t: {**t, "transformer.h.2.ln_1.weight": np.ones(C, np.float32)})),
@@ -329,7 +331,7 @@ ROWS = [
            put("prompts.jsonl", f'{{"ids": [1, {V}]}}\n'), *PROMPTS),
     refuse("{d}/prompts.jsonl, prompt 0: needs at least one token to continue",
            put("prompts.jsonl", '{"ids": []}\n'), *PROMPTS),
-    refuse("--prompts {d}/prompts.jsonl: cannot be opened: No such file or directory", None, *PROMPTS),
+    refuse("{d}/prompts.jsonl: cannot be opened: No such file or directory", None, *PROMPTS),
     refuse("--stop: '97' is neither a token's id below 31 nor its spelling", tokenizer(), *ASK, "--stop", "97"),
     refuse("--choices needs a tokenizer.json: none in {d}/model or {d}/data; give --tokenizer FILE",
            put("choices.jsonl", '{"ctx": "a", "endings": ["b", "a"], "label": 2}\n'), *CHOOSE),
