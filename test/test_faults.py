@@ -9,8 +9,8 @@ import time
 import init
 import numpy as np
 import pytest
-from util import (FULL, ROOT, Run, binary, command, environment, gpt2_config, model_write, ranks_of, read_log,
-                  shard_write, train_gpt, weights)
+from util import (ROOT, Run, binary, command, environment, gpt2_config, model_write, num_gpus, ranks_of,
+                  read_log, shard_write, train_gpt)
 
 V, T = 97, 16
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -134,37 +134,44 @@ def test_asked_to_end_with_nowhere_to_save(folder):
 
 
 # ---- what all ranks must have alike ------------------------------------------------------------------------------
-def run_apart(folder, first, second):
-    """Rank 0 runs the command `first`, rank 1 the command `second`."""
-    words = command(first, 1, "cpu"), command(second, 1, "cpu")
-    process = subprocess.run(["mpirun", "--oversubscribe", "-np", "1", *words[0], ":", "-np", "1", *words[1]],
-                             capture_output=True, text=True, timeout=60, env=environment(**ONE_THREAD), cwd=folder)
+def said_apart(folder, first, second):
+    """Rank 0 runs one command, rank 1 another; what the run ends with."""
+    words = [str(word) for word in ["mpirun", "--oversubscribe", "-np", 1, *first, ":", "-np", 1, *second]]
+    process = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment(**ONE_THREAD),
+                             cwd=folder)
     assert process.returncode == 1, process.stderr
     return Run(process, None).complaint[0]
 
 
-def test_ranks_that_differ(folder, monkeypatch):
+def test_ranks_that_differ(folder):
     args = ["-m", "d2", "-t", 16, "-d", "data", "-n", 2, "--sample-tokens", 0]
-    assert "rank 1 differs from rank 0 in the flags" in run_apart(folder, args, [*args, "-s", 7])
-    other = folder / "other"
-    other.write_bytes(binary("cpu").read_bytes() + b"\0")
+    program, other = binary("cpu"), folder / "other"
+    other.write_bytes(program.read_bytes() + b"\0")
     other.chmod(0o755)
-    same = [binary("cpu"), *args]
-    process = subprocess.run(["mpirun", "--oversubscribe", "-np", "1", *map(str, same), ":", "-np", "1", other,
-                              *map(str, args)], capture_output=True, text=True, timeout=60, env=environment(),
-                             cwd=folder)
-    assert process.returncode == 1 and "rank 1 differs from rank 0 in the executable file" in process.stderr
+    differs = "rank 1 differs from rank 0 in the"
+    assert f"{differs} flags" in said_apart(folder, [program, *args], [program, *args, "-s", 7])
+    assert f"{differs} executable file" in said_apart(folder, [program, *args], [other, *args])
     for rank in range(2):
         shard_write(folder / str(rank) / "data" / "train_000000.bin", init.tokens(900, V, 3 + rank), V)
-    script = f'cd {folder}/$OMPI_COMM_WORLD_RANK && exec {binary("cpu")} "$@"'
-    run = train_gpt(*args, ranks=2, wrapper=["sh", "-c", script], ok=False, timeout=60)
-    assert "rank 1 differs from rank 0 in the token shards" in run.complaint[0]
+    elsewhere = ["sh", "-c", f'cd $OMPI_COMM_WORLD_RANK && exec {program} "$@"', "sh", *args]
+    assert f"{differs} token shards" in said_apart(folder, elsewhere, elsewhere)
 
 
 def test_another_mpi(folder):
     """Started by the launcher of another MPI, each process would take itself for the whole run."""
     run = train_gpt(*flags(folder, "-n", 1), ok=False, PMI_SIZE="2", PMI_RANK="1")
     assert run.code == 1 and "the launcher started 2 ranks (PMI_SIZE), MPI finds 1" in run.complaint[0]
+
+
+def test_no_gpu():
+    """The CUDA build, which scripts/test.sh compiles here for its registers, on a machine without a GPU."""
+    program = ROOT / "build/spills/train_gpt"
+    if not program.exists() or num_gpus() > 0:
+        pytest.skip("no CUDA build, or a GPU")
+    process = subprocess.run([program, "-n", "1"], capture_output=True, text=True, timeout=60, env=environment())
+    said = [line for line in process.stderr.splitlines() if line.startswith("train_gpt: ")]
+    assert process.returncode == 1 and len(said) == 1, process.stderr
+    assert said[0].startswith("train_gpt: no CUDA device: ") and said[0].endswith("builds for this machine")
 
 
 # ---- lost ranks --------------------------------------------------------------------------------------------------
@@ -206,6 +213,9 @@ def test_supervise_gives_up(folder):
     process = supervise(folder, 2, "--zero", "9", "-o", folder / "run")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 2
+    process = supervise(folder, 2, "-o", folder / "run", more=["--hostfile", folder / "nowhere"])
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and f"{folder}/nowhere: cannot be read" in out
     hosts = folder / "hosts"
     hosts.write_text("localhost slots=1\nno-such-host.invalid slots=4\n")
     process = supervise(folder, 5, *flags(folder, "-n", 2), "-o", folder / "hosted", more=["--hostfile", hosts])
