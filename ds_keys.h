@@ -49,7 +49,7 @@
     SAME("optimizer.params.adam_w_mode",    "read with optimizer.type") \
     ONLY("optimizer.params.bias_correction", "true", "Adam corrects its moments") \
     SAME("optimizer.params.amsgrad",        "DeepSpeed refuses true itself") \
-    FLAG("optimizer.params.fp32_optimizer_states", "state_dtype=fp32", "") \
+    ONLY("optimizer.params.fp32_optimizer_states", "true", "bf16.bf16_optimizer_states asks for the other") \
     FLAG("optimizer.params.momentum",       "momentum", "") \
     FLAG("optimizer.params.nesterov",       "nesterov", "") \
     FLAG("optimizer.params.dampening",      "dampening", "") \
