@@ -5,7 +5,6 @@ The reference is one rank at stage 0. CI runs a pairwise subset of the product, 
 import itertools
 import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import subprocess
 import init
 import numpy as np
 import pytest
-from util import (FULL, ROOT, built_devices, command, environment, gpt2_config, safetensors_read, shard_write,
+from util import (FULL, ROOT, built_devices, command, environment, gpt2_config, ranks_of, safetensors_read, shard_write,
                   train_gpt)
 
 CONFIG = gpt2_config(97, 24, 16, L=5, NH=3)
@@ -508,21 +507,6 @@ def test_64_ranks(tmp_path):
     many = train_gpt(*start(tmp_path, config, 3), *batch(64, 1), "-z", 3, ranks=64, out=tmp_path / "many",
                      OMP_NUM_THREADS="1")
     assert_close(many, one)
-
-
-def ranks_of(launcher):
-    """{rank: process id} of the programs that this mpirun has started."""
-    found = {}
-    for entry in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            if int(fields[1]) == launcher and "train_gpt" in (entry / "comm").read_text():
-                environ = (entry / "environ").read_bytes().split(b"\0")
-                rank = next(v for v in environ if v.startswith(b"OMPI_COMM_WORLD_RANK="))
-                found[int(rank.split(b"=")[1])] = int(entry.name)
-        except (OSError, StopIteration):
-            continue
-    return found
 
 
 @pytest.mark.parametrize("name,words", [("SIGKILL", "ended by SIGTERM"), ("SIGSTOP", "waits longer than --timeout")])

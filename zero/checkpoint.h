@@ -19,6 +19,7 @@ typedef struct RunState {
     int num_good_steps, hysteresis_left;
     unsigned long long seed;
     size_t seq_len, global_batch;
+    bool val_due;                       // the validation after this step was cut short
 } RunState;
 
 // ------------------------------------------------------------------------------------------------- device <-> file
@@ -140,6 +141,7 @@ static void run_state_write(const RunState* s, const Zero* z, const char* path)
     json_add_int(j, "seed", (long long)s->seed);
     json_add_int(j, "seq_len", (long long)s->seq_len);
     json_add_int(j, "global_batch", (long long)s->global_batch);
+    if (s->val_due) json_add_bool(j, "val_due", true);
     json_add_int(j, "num_ranks", z->comm->num_ranks);
     json_add_int(j, "zero_stage", z->stage);
     json_add_string(j, "precision", FLOATX_NAME);
@@ -201,6 +203,7 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
     state.seed = (unsigned long long)json_int(j, "seed", 0, JSON_MAX_INT, path);
     state.seq_len = (size_t)json_int(j, "seq_len", 1, JSON_MAX_INT, path);
     state.global_batch = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);
+    state.val_due = json_bool_or(j, "val_due", false, path);
     cJSON_Delete(j);
 
     const Shard* s = z->shard;

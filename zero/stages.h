@@ -22,6 +22,7 @@
 #include "buckets.h"
 #include "comm.h"
 #include "plan.h"
+#include "signals.h"
 
 typedef struct { float beta1, beta2, eps, weight_decay; } AdamwConfig;
 
@@ -407,6 +408,14 @@ static void unit_update(Zero* z, int u, AdamwConfig adamw)
     adamw_update_runs(zero_own_param(z, u, owned.first), z->master ? z->master + at : nullptr, z->moment1 + at,
                       z->moment2 + at, zero_reduced_grad(z, u, owned.first), &runs, adamw.beta1, adamw.beta2, adamw.eps,
                       z->state, z->compute);
+}
+
+/* Before the boundary: has this rank been asked to save, or to end? All ranks learn it from the step's sums. */
+static void zero_step_ask(Zero* z, Ask ask)
+{
+    if (ask == Ask::NONE) return;
+    double* sum = z->step_sums + (ask == Ask::END ? ASKED_TO_END : ASKED_TO_SAVE);
+    CUDA_CHECK(cudaMemsetAsync(sum, 0x3f, sizeof *sum, z->compute));     // 0x3f3f3f3f3f3f3f3f is a positive number
 }
 
 /* The boundary: norm, clip, optimizer on what this rank owns, parameters gathered. Order of SEMANTICS: reduce, overflow
