@@ -162,6 +162,7 @@ static void ds_optimizer(DsConfig* c, const cJSON* value)
         if (kind.beta1 != nullptr) ds_set_default(c, "beta1", kind.beta1);
         if (kind.beta2 != nullptr) ds_set_default(c, "beta2", kind.beta2);
         if (kind.eps != nullptr) ds_set_default(c, "eps", kind.eps);
+        if (strcmp(kind.ours, "sgd") == 0) ds_set_default(c, "momentum", "0");
         if (strcmp(kind.ours, "muon") == 0) {
             const cJSON* lr = ds_value(c, "optimizer.params.lr");
             static char text[64];
