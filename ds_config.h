@@ -247,14 +247,9 @@ static void ds_offload(DsConfig* c, const cJSON* value)
 {
     char buf[64];
     if (ds_is_off(value)) ds_say(c, "off");
-    else ds_refuse(c, "%s: offload is not there yet: set device to none, and see --plan for what fits",
+    else ds_refuse(c, "%s: parameters and optimizer states stay on the device: set device to none; --plan says what "
+                  "fits",
                    ds_text(value, buf));
-}
-
-static void ds_cpu_checkpointing(DsConfig* c, const cJSON* value)
-{
-    if (ds_is_off(value)) ds_say(c, "off");
-    else ds_refuse(c, "what the backward starts from stays on the device: -r K keeps the input of every K-th block");
 }
 
 static bool ds_block_enabled(const cJSON* block) { return cJSON_IsTrue(json_get(block, "enabled")); }

@@ -169,7 +169,7 @@
     ONLY("sequence_parallel_size",          "1", "a sequence is not split over ranks") \
     ONLY("use_data_before_expert_parallelism", "false", "there are no experts") \
     ONLY("activation_checkpointing.partition_activations", "false", "activations are not split over ranks") \
-    RULE("activation_checkpointing.cpu_checkpointing", ds_cpu_checkpointing, "") \
+    FLAG("activation_checkpointing.cpu_checkpointing", "offload=activations", "with -r block or K; the key alone recomputes nothing") \
     SAME("activation_checkpointing.contiguous_memory_optimization", "activations always lie one after another") \
     SAME("activation_checkpointing.number_checkpoints", "-r says what the backward makes again") \
     SAME("activation_checkpointing.synchronize_checkpoint_boundary", "streams wait for events, not for the device") \
