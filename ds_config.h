@@ -248,8 +248,7 @@ static void ds_offload(DsConfig* c, const cJSON* value)
     char buf[64];
     if (ds_is_off(value)) ds_say(c, "off");
     else ds_refuse(c, "%s: parameters and optimizer states stay on the device: set device to none; --plan says what "
-                  "fits",
-                   ds_text(value, buf));
+                   "fits", ds_text(value, buf));
 }
 
 static bool ds_block_enabled(const cJSON* block) { return cJSON_IsTrue(json_get(block, "enabled")); }
