@@ -49,8 +49,8 @@ STATEMENTS = [
     (r"CUDA_CHECK\(\s*cuda(?:Stream|Event|Device)Synchronize\([^;]*\)\);", "host wait"),
     (r"NCCL_CHECK\(nccl(?:AllReduce|ReduceScatter|AllGather|Broadcast|Reduce|Send|Recv)\([^;]*\)\);", "collective"),
     (r"MPI_CHECK\(MPI_(?:Bcast|I?[Bb]arrier|Allreduce|Allgather\w*|Gather\w*)\([^;]*\)\);", "collective"),
-    (r"(?<!static void )comm_(?:all_reduce|reduce_scatter|all_gather|broadcast\w*|send|recv|receive|barrier\w*)\([^;{]*\);",
-     "collective"),
+    (r"(?<!static void )comm_(?:all_reduce|reduce_scatter|all_gather|broadcast\w*|send|receive|barrier\w*)"
+     r"\([^;{]*\);", "collective"),
 ]
 # What can be misplaced and not only left out.
 SWAPS = [
