@@ -82,8 +82,12 @@ PYTHON
 sass() {
     local file=$program
     if [ "$device" != cuda ]; then
-        file=$logs/sass/train_gpt.bf16.o
-        make -s DEVICE=cuda PREC=bf16 ARCH=90 BUILD=$logs/sass "$file" || return
+        file=$logs/attention.cubin
+        nvcc -x cu -arch=sm_90 -std=c++17 -O3 -DDEVICE_CUDA -DPREC_BF16 -I. -cubin -o "$file" - << 'CUDA' || return
+#include "kernels/common.cuh"
+#include "kernels/attention.cuh"
+void* kept[] = {(void*)attention_forward, (void*)attention_backward};
+CUDA
     fi
     "$1" -sass "$file" | awk '/Function :/ { ours = /attention/ } ours && /HMMA/ { n++ } END { print n + 0, "HMMA" }'
 }
