@@ -180,11 +180,9 @@ static void weights_export(Zero* z, const char* folder, SafeDtype dtype, size_t 
             ENSURE(access(old, F_OK) != 0, "%s exists and is not overwritten: --export to another folder", old);
         folder_make(folder);
     }
-    comm_barrier(z->comm);
     weights_write(z, file, dtype, max_file_bytes);
     if (z->comm->rank == 0) {
         small_files(folder, context);
         folder_sync(folder);
     }
-    comm_barrier(z->comm);
 }
