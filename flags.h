@@ -56,6 +56,9 @@
     F(INT,    eval_every,     0,  0,         0, INT64_MAX, "validate every so many steps; 0 = at the end only") \
     F(INT,    eval_batches,   0,  0,         0, INT64_MAX, "at most so many global micro-batches per validation; 0 = the whole set") \
     F(INT,    save_every,     0,  0,         0, INT64_MAX, "checkpoint every so many steps; 0 = at the end only (with -o)") \
+    F(INT,    keep,           0,  0,         0, 1 << 20, "checkpoints to keep, the newest; 0 = all") \
+    F(INT,    keep_every,     0,  0,         0, INT64_MAX, "with --keep: those of every so many steps stay as well") \
+    F(ONEOF,  on_save_error,  0,  "continue", "continue|stop", 0, "a checkpoint that cannot be written (full disk): go on training, or stop") \
     F(TEXT,   resume,         0,  "",        0, 0, "checkpoint, or run folder and its newest complete checkpoint; auto = the one of -o if there is one") \
     F(SWITCH, from_scratch,   0,  false,     0, 0, "take only config.json from the folder given with -m") \
     F(INT,    log_every,      0,  1,         1, INT64_MAX, "print every so many steps (the log file has all)") \
@@ -85,7 +88,7 @@
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
-    "master grad-dtype state-dtype tp pp sp offload offload-dir momentum keep " \
+    "master grad-dtype state-dtype tp pp sp offload offload-dir momentum " \
     "config bench report comm-dtype fp32-tensors muon-lr profile " \
     "tune repeat dropout"
 

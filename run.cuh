@@ -7,7 +7,7 @@
 #include "data/tokenizer.h"
 #include "generate.cuh"
 #include "passes.cuh"
-#include "zero/checkpoint.h"
+#include "zero/save.h"
 
 /* What trains when -m is not given. */
 #ifdef DEVICE_CUDA
@@ -29,6 +29,7 @@ typedef struct Run {
     Decoder decoder;               // of --generate and --prompts
     Zero zero;
     Plan plan;
+    Saver saver;                   // with -o
     StepConfig config;
     TokenSet train_set, val_set;
     bool has_val;
@@ -101,21 +102,6 @@ static void choose_tokenizer(Run* run, const char* model_name)
                !path_exists(f->data, "tokenizer.json", run->tokenizer_path)) {
         run->tokenizer_path[0] = 0;
     }
-}
-
-/* Where `--resume` points: a checkpoint, or the newest complete one of a run folder. Empty if there is none. */
-static void choose_resume(Run* run, char (&path)[4096])
-{
-    const Flags* f = run->flags;
-    path[0] = 0;
-    if (!f->resume[0]) return;
-    bool automatic = strcmp(f->resume, "auto") == 0;
-    if (automatic && !f->out[0]) die_usage("--resume auto looks into the folder of -o: give -o");
-    const char* folder = automatic ? f->out : f->resume;
-    if (!checkpoint_find(folder, path))
-        ENSURE(automatic,
-               "--resume %s: no complete checkpoint there (a folder with state.json, or step_* folders of that kind)",
-               folder);
 }
 
 static bool folder_has_split(const char* folder, const char* split)
@@ -261,6 +247,7 @@ static void plan_run(Run* run, bool training)
                        (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
+    if (training && f->out[0]) saver_plan(&run->saver, &run->zero, &run->plan);
     bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
     if (decodes) decoder_plan(&run->decoder, m, &run->plan, f->given[FLAG_prompts] ? s->B : 1, run->T);
     else model_plan(m, &run->plan, s->B, run->T, training);

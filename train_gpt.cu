@@ -12,6 +12,7 @@
 #include "fit.cuh"
 #include "choices.cuh"
 #include "generate.cuh"
+#include "run_folder.cuh"
 #include "zero/init.h"
 
 #define VERSION "0.1.0"
@@ -266,38 +267,6 @@ static void evaluate_and_say(Run* run)
 }
 
 // -------------------------------------------------------------------------------------------------------- the loop
-/* config.json and tokenizer.json into a checkpoint or an export. */
-static void write_small_files(const char* folder, void* context)
-{
-    Run* run = (Run*)context;
-    char file[4200];
-    snprintf(file, sizeof file, "%s/config.json", folder);
-    config_write(&run->model.config, file);
-    snprintf(file, sizeof file, "%s/tokenizer.json", folder);
-    if (run->tokenizer_path[0]) file_copy(file, run->tokenizer_path);
-}
-
-static void save(Run* run)
-{
-    double start = now_s();
-    RunState state = {};
-    state.step = run->step;
-    state.position_windows = loader_position(run->train);
-    state.seed = (unsigned long long)run->flags->seed;
-    state.seq_len = run->T;
-    state.global_batch = run->global_batch;
-    char path[4096];
-    const StepState* last = &run->zero.h_state[(run->step - 1) % STEPS_IN_FLIGHT]; // settled: a save waits for its step
-    state.num_applied = last->num_applied;
-    state.num_skipped = last->num_skipped;
-    state.has_loss_scale = is_fp16();
-    state.loss_scale = last->loss_scale;
-    state.num_good_steps = last->num_good_steps;
-    state.hysteresis_left = last->hysteresis_left;
-    checkpoint_save(&run->zero, run->flags->out, &state, write_small_files, run, path);
-    SAY("saved %s in %.2f s\n", path, now_s() - start);
-}
-
 static void train(Run* run)
 {
     const Flags* f = run->flags;
@@ -319,7 +288,9 @@ static void train(Run* run)
         if (last && hash[0]) SAY("state hash %s after step %zu\n", hash, step);
         if (evals) evaluate_and_say(run);
         if (saves) save(run);
+        else save_poll(run, false);
     }
+    save_poll(run, true);
     if (run->comm.num_ranks > 1 && run->step > 0)
         SAY("sent    %zu bytes by rank 0, asked for %zu; %zu in steps, %zu a step as planned\n",
             comm_sent_so_far(&run->comm), run->comm.asked_bytes, run->step_asked_bytes, wire_bytes_per_step(run));
@@ -343,36 +314,16 @@ static void weights_init(Run* run)
     zero_params_loaded(&run->zero);
 }
 
-static void resume(Run* run, const char* folder)
+/* The weights of a checkpoint, which has checksums, of another folder, or new ones. */
+static void weights_start(Run* run, const char* folder, bool from_scratch)
 {
-    RunState state = checkpoint_load_state(&run->zero, folder);
-    StepState device_state = step_state_init(run->config, first_loss_scale(run->flags));
-    device_state.num_applied = state.num_applied;
-    device_state.num_skipped = state.num_skipped;
-    if (run->config.dynamic_loss_scale && state.has_loss_scale) {
-        device_state.loss_scale = state.loss_scale;
-        device_state.num_good_steps = state.num_good_steps;
-        device_state.hysteresis_left = state.hysteresis_left;
-    }
-    CUDA_CHECK(cudaMemcpy(run->zero.state, &device_state, sizeof device_state, cudaMemcpyHostToDevice));
-    run->step = state.step;
-    ENSURE(state.seq_len == (size_t)run->T,
-           "%s: was trained with -t %zu, now -t %d: the data position counts windows of that length; give -t %zu",
-           folder, state.seq_len, run->T, state.seq_len);
-    loader_seek(run->train, state.position_windows);
-    if (!run->flags->given[FLAG_steps] && run->global_batch != state.global_batch) {
-        size_t left = run->train->config.limit_windows > state.position_windows
-                          ? run->train->config.limit_windows - state.position_windows
-                          : 0;
-        run->num_steps = run->step + ceil_div(left, run->global_batch);
-        run->config = step_config(run);
-    }
-    SAY("resume  %s: step %zu, window %zu\n", folder, state.step, state.position_windows);
-    if (state.seed != (unsigned long long)run->flags->seed)
-        SAY("        --seed is %lld, was %llu: the order of the data changes here\n", (long long)run->flags->seed,
-            state.seed);
-    if (state.global_batch != run->global_batch)
-        SAY("        the global batch is %zu, was %zu\n", run->global_batch, state.global_batch);
+    const Config* c = &run->model.config;
+    char file[4200], why[1024];
+    size_t read_bytes;
+    snprintf(file, sizeof file, "%s/state.json", folder);
+    if (c->hf_text == nullptr || from_scratch) weights_init(run);
+    else if (access(file, R_OK) != 0) weights_load(&run->zero, folder, c->tied);
+    else if (!checkpoint_load(&run->zero, folder, c->tied, nullptr, &read_bytes, why)) die("%s", why);
 }
 
 /* At the end of a run, where there is a tokenizer: what the model makes of the validation text's beginning. On rank 0;
@@ -388,26 +339,6 @@ static void say_sample(Run* run)
         generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids);
     }
     comm_barrier(&run->comm);
-}
-
-static void log_start(Run* run, const char* model_name)
-{
-    if (!run->flags->out[0] || run->comm.rank != 0) return;
-    char buf[64];
-    folder_make(run->flags->out);
-    log_open(&run->log, run->flags->out, run->step > 0 ? (long long)run->step : -1);
-    fprintf(run->log.f, "{\"run\": ");
-    log_begin(&run->log);
-    log_text(&run->log, "version", VERSION);
-    log_text(&run->log, "device", run->device.name);
-    log_int(&run->log, "num_ranks", run->comm.num_ranks);
-    log_text(&run->log, "model_name", model_name);
-    log_int(&run->log, "num_params", (long long)run->model.shard.num_params);
-    log_int(&run->log, "global_batch", (long long)run->global_batch);
-    log_int(&run->log, "num_steps", (long long)run->num_steps);
-    for (const FlagRow& row : flag_rows) log_text(&run->log, row.name, flag_value(run->flags, &row, buf));
-    fputc('}', run->log.f);
-    log_end(&run->log);
 }
 
 /* What all ranks must agree on before the first collective. */
@@ -451,7 +382,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     return model_name;
 }
 
-static void run_allocate(Run* run, const char* model_name, const char* resume_path)
+static void run_allocate(Run* run)
 {
     size_t need_bytes = plan_bytes(&run->plan, Place::DEVICE), have_bytes = device_free_bytes(run);
     if (need_bytes > have_bytes) {
@@ -469,10 +400,6 @@ static void run_allocate(Run* run, const char* model_name, const char* resume_pa
         CUDA_CHECK(cudaEventCreate(&run->step_begun[k]));
         CUDA_CHECK(cudaEventCreate(&run->step_ended[k]));
     }
-    const Config* c = &run->model.config;
-    if (resume_path[0]) weights_load(&run->zero, resume_path, c->tied);
-    else if (c->hf_text != nullptr && !run->flags->from_scratch) weights_load(&run->zero, model_name, c->tied);
-    else weights_init(run);
     StepState state = step_state_init(run->config, first_loss_scale(run->flags));
     CUDA_CHECK(cudaMemcpy(run->zero.state, &state, sizeof state, cudaMemcpyHostToDevice));
 }
@@ -487,6 +414,7 @@ static void run_free(Run* run)
     for (cudaEvent_t event : {run->batch_copied[0], run->batch_copied[1], run->step_begun[0], run->step_begun[1],
                               run->step_ended[0], run->step_ended[1]})
         CUDA_CHECK(cudaEventDestroy(event));
+    saver_free(&run->saver);
     zero_free(&run->zero);
     plan_run_free(run);
     plan_free(&run->plan);
@@ -508,7 +436,9 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
     if (trains || f->plan) print_start(run, model_name);
     if (f->plan) return;
     comm_ensure_same(comm, run_hash(run, argc, argv), "build, command line, data or model");
-    run_allocate(run, model_name, resume_path);
+    run_allocate(run);
+    if (resume_path[0] && trains) resume(run, resume_path);
+    else weights_start(run, resume_path[0] ? resume_path : model_name, f->from_scratch && !resume_path[0]);
     if (exports) {
         weights_export(&run->zero, f->export_, write_small_files, run);
         SAY("exported %s\n", f->export_);
@@ -527,8 +457,8 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
         ENSURE(run->has_val, "--eval needs validation shards: no val_*.bin in %s; give --val", f->data);
         evaluate_and_say(run);
     } else {
-        if (resume_path[0]) resume(run, resume_path);
-        log_start(run, model_name);
+        save_start(run);
+        log_start(run, VERSION, model_name);
         train(run);
         if (run->has_val && f->sample_tokens > 0 && run->num_steps > 0) say_sample(run);
     }

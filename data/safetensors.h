@@ -73,6 +73,7 @@ typedef struct {
     SafeFile* files;
     size_t num_files;
     char* index;                 // text of the index file of files we write, or null
+    mutable size_t num_read_bytes;   // of tensors
 } SafeTensors;
 
 /* ---------------------------------------------------------------- 16-bit floats */
@@ -372,6 +373,7 @@ static inline void safetensors_read_bytes(const SafeTensors* st, const SafeTenso
     size_t got = pread_full(file->fd, out, need, offset);
     ENSURE(got == need, "%s: tensor \"%s\": need %zu bytes at byte %zu, have %zu%s%s", file->path, t->name, need,
            offset, got, errno ? ": " : "", errno ? strerror(errno) : "");
+    st->num_read_bytes += need;
 }
 
 static inline void safetensors_read_f32(const SafeTensors* st, const SafeTensor* t, size_t first_elem, size_t num_elems,

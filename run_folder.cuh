@@ -1,0 +1,194 @@
+/* run_folder.cuh: what a run leaves behind and goes on from: OUT/log.jsonl and OUT/step_*.
+ *   save           at a step boundary: a checkpoint is begun       save_poll   at every later one: it gets further
+ *   save_now       a checkpoint of this step, and waits until it is on the disk
+ *   choose_resume  where --resume points                           resume      goes on from there
+ *   log_start      the log's first line */
+#pragma once
+#include "run.cuh"
+#include "zero/save.h"
+
+// ------------------------------------------------------------------------------------------------------------ save
+/* config.json and tokenizer.json into a checkpoint or an export. */
+static void write_small_files(const char* folder, void* context)
+{
+    Run* run = (Run*)context;
+    char file[4200];
+    snprintf(file, sizeof file, "%s/config.json", folder);
+    config_write(&run->model.config, file);
+    snprintf(file, sizeof file, "%s/tokenizer.json", folder);
+    if (run->tokenizer_path[0]) file_copy(file, run->tokenizer_path);
+}
+
+/* The same before a checkpoint is complete: the log is on the disk as far as the checkpoint is. */
+static void write_checkpoint_files(const char* folder, void* context)
+{
+    const RunLog* log = &((Run*)context)->log;
+    if (log->f != nullptr) ENSURE(fsync(fileno(log->f)) == 0, "%s: cannot be synced: %s", log->path, strerror(errno));
+    write_small_files(folder, context);
+}
+
+static void save_say(Run* run)
+{
+    const Saver* s = &run->saver;
+    if (!s->failed) {
+        SAY("saved %s in %.2f s\n", s->path, watch_now_s() - s->begun_s);
+        return;
+    }
+    char newest[4096];
+    if (!checkpoint_find(run->flags->out, newest)) snprintf(newest, sizeof newest, "none");
+    bool goes_on = strcmp(run->flags->on_save_error, "continue") == 0 && run->step < run->num_steps;
+    if (!goes_on) die("%s is not saved: %s; the newest checkpoint is %s", s->path, s->why, newest);
+    if (run->comm.rank == 0)
+        fprintf(stderr, "train_gpt: %s is not saved: %s; the newest checkpoint is %s; training goes on "
+                "(--on-save-error stop ends it)\n", s->path, s->why, newest);
+}
+
+/* On every rank at every step boundary: what is being saved gets further, or to its end. */
+static void save_poll(Run* run, bool wait)
+{
+    if (run->saver.phase == SavePhase::NONE) return;
+    if (wait) saver_wait(&run->saver);
+    else saver_poll(&run->saver);
+    if (run->saver.phase == SavePhase::NONE) save_say(run);
+}
+
+/* Begins to save the step that is done; its result must have been seen (finish_step). */
+static void save(Run* run)
+{
+    save_poll(run, true);
+    const StepState* last = &run->zero.h_state[(run->step - 1) % STEPS_IN_FLIGHT];
+    RunState state = {};
+    state.step = run->step;
+    state.position_windows = loader_position(run->train);
+    state.seed = (unsigned long long)run->flags->seed;
+    state.seq_len = run->T;
+    state.global_batch = run->global_batch;
+    state.num_applied = last->num_applied;
+    state.num_skipped = last->num_skipped;
+    state.has_loss_scale = is_fp16();
+    state.loss_scale = last->loss_scale;
+    state.num_good_steps = last->num_good_steps;
+    state.hysteresis_left = last->hysteresis_left;
+    saver_begin(&run->saver, &state);
+}
+
+/* This step is on the disk when it returns, unless it returns false. Needs -o. */
+static bool save_now(Run* run)
+{
+    const Saver* s = &run->saver;
+    if (s->state.step != run->step || s->failed) save(run);
+    save_poll(run, true);
+    return !s->failed;
+}
+
+static void save_start(Run* run)
+{
+    const Flags* f = run->flags;
+    if (!f->out[0]) return;
+    SaverConfig config = {f->out, (size_t)f->keep, (size_t)f->keep_every, write_checkpoint_files, run};
+    saver_start(&run->saver, &config, run->step);
+}
+
+// ---------------------------------------------------------------------------------------------------------- resume
+static bool resumes_automatically(const Run* run) { return strcmp(run->flags->resume, "auto") == 0; }
+
+static void check_checkpoint(void* folder) { cJSON_Delete(checkpoint_open((const char*)folder)); }
+
+/* Rank 0: a damaged checkpoint is kept under another name, for whoever wants to look. */
+static void set_aside(const Run* run, const char* folder, const char* why)
+{
+    char damaged[4200];
+    snprintf(damaged, sizeof damaged, "%s.damaged", folder);
+    ENSURE(rename(folder, damaged) == 0, "%s; it cannot be renamed to %s: %s", why, damaged, strerror(errno));
+    SAY("damaged %s\n        set aside as %s: going back to the one before\n", why, damaged);
+}
+
+/* Where `--resume` points: a checkpoint, or the newest complete one of a run folder; `auto` passes over what is
+ * damaged. Empty if there is none. Rank 0 looks. */
+static void choose_resume(Run* run, char (&path)[4096])
+{
+    const Flags* f = run->flags;
+    path[0] = 0;
+    if (!f->resume[0]) return;
+    bool automatic = resumes_automatically(run);
+    if (automatic && !f->out[0]) die_usage("--resume auto looks into the folder of -o: give -o");
+    const char* folder = automatic ? f->out : f->resume;
+    if (run->comm.rank == 0) {
+        bool found, passed_over = false;
+        char why[1024];
+        while ((found = checkpoint_find(folder, path)) && automatic && !attempt(check_checkpoint, path, why)) {
+            set_aside(run, path, why);
+            passed_over = true;
+        }
+        ENSURE(found || (automatic && !passed_over), passed_over ? "--resume %s: every checkpoint there is damaged" :
+               "--resume %s: no complete checkpoint there (a folder with state.json, or step_* folders of that kind)",
+               folder);
+    }
+    comm_broadcast_host(&run->comm, path, sizeof path);
+}
+
+/* How many windows are left decides the number of steps, where no -n does. */
+static void resume_batch(Run* run, const RunState* state)
+{
+    if (state->global_batch == run->global_batch) return;
+    SAY("        the global batch is %zu, was %zu\n", run->global_batch, state->global_batch);
+    if (run->flags->given[FLAG_steps]) return;
+    size_t end = run->train->config.limit_windows, position = state->position_windows;
+    run->num_steps = run->step + ceil_div(end > position ? end - position : 0, run->global_batch);
+    run->config = step_config(run);
+}
+
+/* Weights, optimizer states and counters from a checkpoint; with --resume auto from the newest that is whole. */
+static void resume(Run* run, char (&folder)[4096])
+{
+    RunState state;
+    size_t read_bytes;
+    char why[1024];
+    while (!checkpoint_load(&run->zero, folder, run->model.config.tied, &state, &read_bytes, why)) {
+        if (!resumes_automatically(run)) die("%s; --resume from the one before", why);
+        if (run->comm.rank == 0) set_aside(run, folder, why);
+        choose_resume(run, folder);
+        ENSURE(folder[0], "--resume %s: every checkpoint there is damaged", run->flags->out);
+    }
+    StepState device_state = step_state_init(run->config, first_loss_scale(run->flags));
+    device_state.num_applied = state.num_applied;
+    device_state.num_skipped = state.num_skipped;
+    if (run->config.dynamic_loss_scale && state.has_loss_scale) {
+        device_state.loss_scale = state.loss_scale;
+        device_state.num_good_steps = state.num_good_steps;
+        device_state.hysteresis_left = state.hysteresis_left;
+    }
+    CUDA_CHECK(cudaMemcpy(run->zero.state, &device_state, sizeof device_state, cudaMemcpyHostToDevice));
+    run->step = state.step;
+    ENSURE(state.seq_len == (size_t)run->T,
+           "%s: was trained with -t %zu, now -t %d: the data position counts windows of that length; give -t %zu",
+           folder, state.seq_len, run->T, state.seq_len);
+    loader_seek(run->train, state.position_windows);
+    double most = comm_max_host(&run->comm, (double)read_bytes), least = -comm_max_host(&run->comm, -(double)read_bytes);
+    SAY("resume  %s: step %zu, window %zu | %.0f to %.0f bytes of tensors read by each rank\n", folder, state.step,
+        state.position_windows, least, most);
+    if (state.seed != (unsigned long long)run->flags->seed)
+        SAY("        --seed is %lld, was %llu: the order of the data changes here\n", (long long)run->flags->seed,
+            state.seed);
+    resume_batch(run, &state);
+}
+
+// ------------------------------------------------------------------------------------------------------------- log
+static void log_start(Run* run, const char* version, const char* model_name)
+{
+    if (!run->flags->out[0] || run->comm.rank != 0) return;
+    char buf[64];
+    log_open(&run->log, run->flags->out, run->flags->resume[0] ? (long long)run->step : -1);
+    fprintf(run->log.f, "{\"run\": ");
+    log_begin(&run->log);
+    log_text(&run->log, "version", version);
+    log_text(&run->log, "device", run->device.name);
+    log_int(&run->log, "num_ranks", run->comm.num_ranks);
+    log_text(&run->log, "model_name", model_name);
+    log_int(&run->log, "num_params", (long long)run->model.shard.num_params);
+    log_int(&run->log, "global_batch", (long long)run->global_batch);
+    log_int(&run->log, "num_steps", (long long)run->num_steps);
+    for (const FlagRow& row : flag_rows) log_text(&run->log, row.name, flag_value(run->flags, &row, buf));
+    fputc('}', run->log.f);
+    log_end(&run->log);
+}
