@@ -36,7 +36,7 @@ static void save_say(Run* run)
     }
     char newest[4096];
     if (!checkpoint_find(run->flags->out, newest)) snprintf(newest, sizeof newest, "none");
-    bool goes_on = strcmp(run->flags->on_save_error, "continue") == 0 && run->step < run->num_steps;
+    bool goes_on = strcmp(run->flags->on_save_error, "continue") == 0 && s->state.step < run->num_steps;
     if (!goes_on) die("%s is not saved: %s; the newest checkpoint is %s", s->path, s->why, newest);
     if (run->comm.rank == 0)
         fprintf(stderr, "train_gpt: %s is not saved: %s; the newest checkpoint is %s; training goes on "
@@ -164,7 +164,8 @@ static void resume(Run* run, char (&folder)[4096])
            "%s: was trained with -t %zu, now -t %d: the data position counts windows of that length; give -t %zu",
            folder, state.seq_len, run->T, state.seq_len);
     loader_seek(run->train, state.position_windows);
-    double most = comm_max_host(&run->comm, (double)read_bytes), least = -comm_max_host(&run->comm, -(double)read_bytes);
+    double most = comm_max_host(&run->comm, (double)read_bytes);
+    double least = -comm_max_host(&run->comm, -(double)read_bytes);
     SAY("resume  %s: step %zu, window %zu | %.0f to %.0f bytes of tensors read by each rank\n", folder, state.step,
         state.position_windows, least, most);
     if (state.seed != (unsigned long long)run->flags->seed)

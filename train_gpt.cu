@@ -6,7 +6,8 @@
  * model.cuh        the models, one block     zero/stages.h               who keeps what, when it moves, the step
  * passes.cuh       forward and backward      zero/weights.h init.h       weights: read, written, made
  * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
- * choices.cuh      multiple choice           kernels/device.cuh          the device
+ * choices.cuh      multiple choice           zero/save.h                 written while training goes on
+ * run_folder.cuh   log, save, resume         kernels/device.cuh          the device
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"

@@ -320,8 +320,8 @@ static void load_own(void* arg)
 static void load_verify(void* arg)
 {
     const CheckpointLoad* l = (const CheckpointLoad*)arg;
-    const cJSON* tensors = json_get(l->json, "tensors");
-    if (tensors == nullptr) return;   // format 1
+    if (json_int(l->json, "format", 1, 2, l->folder) == 1) return;
+    const cJSON* tensors = json_object(l->json, "tensors", l->folder);
     const Shard* s = l->zero->shard;
     char name[STATE_NAME_BYTES], hex[HEX_BYTES];
     for (int state = 0; state < (l->weights_only ? 1 : (int)NUM_STATES); state++) {

@@ -5,17 +5,18 @@
  *   saver_poll(s)          at every later boundary: on to the next phase when all ranks are through with this one
  *   saver_wait(s)          until nothing is under way: it is on the disk, or has failed
  * all on every rank, at the same steps. A save goes through
- *   CREATE   rank 0: OUT/step_N.tmp and its files at full length, so that a full disk is met before anything is written;
- *            meanwhile every rank copies its slices of the states to the host, on a stream of its own
+ *   CREATE   rank 0: OUT/step_N.tmp and its files at full length, so that a full disk is met before anything is
+ *            written; meanwhile every rank copies its slices of the states to the host, on a stream of its own
  *   WRITE    every rank: its byte ranges and their checksums, fsync
- *   COMMIT   rank 0: the small files, state.json, fsync of the folder, rename to step_N, fsync of OUT; then what --keep
- *            and --keep-every do not ask for is removed
+ *   COMMIT   rank 0: the small files, state.json, fsync of the folder, rename to step_N, fsync of OUT; then what
+ *            --keep and --keep-every do not ask for is removed
  * What a phase does is done by a thread of low priority that makes no CUDA, NCCL or MPI call. What it dies of, a full
  * disk or a limit on file sizes, ends the save and not the run (attempt in error.h). The main threads agree at step
- * boundaries, by one all-reduce of a number while a save is under way. A kill at any moment leaves step_N.tmp or step_N.
+ * boundaries, by one all-reduce of a number while a save is under way. A kill at any moment leaves step_N.tmp, which is
+ * no checkpoint, or step_N.
  *
  * The host copy is whole, 12 bytes for each parameter / R, and in the plan. A ring of smaller buffers would hold the
- * optimizer up until the disk has taken nearly all; so the next update waits for a copy between memories, nothing else.
+ * optimizer up until the disk has taken nearly all; so the next update waits for a copy between memories, no more.
  * The next save waits for this one. Not handled: ranks that do not share the folder (refused at the start). */
 #pragma once
 #include <pthread.h>
@@ -61,8 +62,26 @@ static void saver_plan(Saver* s, Zero* z, Plan* plan)
 }
 
 // ---------------------------------------------------------------------------------------- the phases, in the thread
+/* Removes what need not be kept. A folder that is being removed is no checkpoint from the first moment on. */
+static void save_prune(const Saver* s)
+{
+    if (s->config.keep == 0) return;
+    long long* steps;
+    int count = checkpoint_list(s->config.out, &steps);
+    for (int i = (int)s->config.keep; i < count; i++) {
+        char path[4096], temporary[4096];
+        if (s->config.keep_every > 0 && steps[i] % (long long)s->config.keep_every == 0) continue;
+        checkpoint_path(path, s->config.out, (size_t)steps[i], "");
+        checkpoint_path(temporary, s->config.out, (size_t)steps[i], ".tmp");
+        ENSURE(rename(path, temporary) == 0, "%s: cannot be removed: %s", path, strerror(errno));
+        folder_remove(temporary);
+    }
+    free(steps);
+}
+
 static void save_create(Saver* s)
 {
+    save_prune(s);   // with a smaller --keep than before there may be more
     folder_remove(s->temporary);
     folder_make(s->temporary);
     safetensors_create_files(s->weights);
@@ -95,23 +114,6 @@ static void save_write(Saver* s)
     }
     safetensors_sync(s->weights);
     safetensors_sync(s->optimizer);
-}
-
-/* Removes what need not be kept. A folder that is being removed is no checkpoint from the first moment on. */
-static void save_prune(const Saver* s)
-{
-    if (s->config.keep == 0) return;
-    long long* steps;
-    int count = checkpoint_list(s->config.out, &steps);
-    for (int i = (int)s->config.keep; i < count; i++) {
-        char path[4096], temporary[4096];
-        if (s->config.keep_every > 0 && steps[i] % (long long)s->config.keep_every == 0) continue;
-        checkpoint_path(path, s->config.out, (size_t)steps[i], "");
-        checkpoint_path(temporary, s->config.out, (size_t)steps[i], ".tmp");
-        ENSURE(rename(path, temporary) == 0, "%s: cannot be removed: %s", path, strerror(errno));
-        folder_remove(temporary);
-    }
-    free(steps);
 }
 
 static void save_commit(Saver* s)
@@ -244,10 +246,11 @@ static void saver_start(Saver* s, const SaverConfig* config, size_t first_step)
         DIR* dir = opendir(config->out);
         ENSURE(dir != nullptr, "-o %s: cannot be read: %s", config->out, strerror(errno));
         for (struct dirent* entry; (entry = readdir(dir)) != nullptr; ) {
-            char path[4096 + 300];
+            char path[4096];
             long long step;
             int end = 0;
-            snprintf(path, sizeof path, "%s/%s", config->out, entry->d_name);
+            int n = snprintf(path, sizeof path, "%s/%s", config->out, entry->d_name);
+            ENSURE(n < (int)sizeof path, "-o %s: the name is too long", config->out);
             ENSURE(checkpoint_step(entry->d_name) <= (long long)first_step,
                    "%s exists and is not overwritten: the run goes on from step %zu; move it away, or take another -o",
                    path, first_step);

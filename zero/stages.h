@@ -11,7 +11,7 @@
  * the same bits at all stages. Rajbhandari et al. 2020, arXiv:1910.02054.
  *
  * Streams: compute does forward, backward and the optimizer; reduce carries gradients; gather carries parameters; d2h
- * what is saved. Edges go through stream_wait. Without overlap all three are one. Units are sent in buckets (buckets.h).
+ * what is saved. Edges go through stream_wait. Without overlap all are one. Units are sent in buckets (buckets.h).
  * Nothing here knows a transformer: the model says zero_params_begin(u) before it uses unit u's parameters, and
  * zero_gradient_begin(u), adds its gradients, zero_gradient_end(u). */
 #pragma once

@@ -73,8 +73,8 @@ static bool weight_is_ignored(const char* name, bool tied)
     return tied && strcmp(name, "lm_head.weight") == 0;
 }
 
-/* A checksum: the sum over elements of a hash of place and bits, so that it is the same however a tensor is cut. `first`:
- * where in the tensor the values begin. */
+/* A checksum: the sum over elements of a hash of place and bits, so that it is the same however a tensor is cut. Its
+ * part from element `first` on. */
 static uint64_t tensor_sum(const float* values, size_t first, size_t count)
 {
     uint64_t sum = 0;
