@@ -58,7 +58,7 @@ static void choice_losses(double* losses, const Choices* x, const char* context,
     CUDA_CHECK(cudaMemcpyAsync(m->tokens, x->h_tokens, N * sizeof(int), cudaMemcpyHostToDevice, stream));
     CUDA_CHECK(cudaMemcpyAsync(m->targets, x->h_targets, N * sizeof(int), cudaMemcpyHostToDevice, stream));
     model_forward(m, num_endings, m->T);
-    head_loss(m, (int)N, 0, false);
+    head_losses(m, (int)N);
     CUDA_CHECK(cudaMemcpyAsync(x->h_losses, m->losses, N * sizeof(float), cudaMemcpyDeviceToHost, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
     for (int e = 0; e < num_endings; e++) {

@@ -99,21 +99,24 @@ static void decoder_step(Decoder* d, int N, const int* wanted, int num_wanted)
     Model* m = d->model;
     const Config* c = &m->config;
     cudaStream_t stream = m->zero->compute;
-    int embed = unit_embed(c), head = unit_head(c);
+    int head = unit_head(c);
     const struct { int* device; const int* host; } copies[] = {
         {m->tokens, d->h_tokens}, {d->slots, d->h_slots}, {d->positions, d->h_positions}};
     for (const auto& copy : copies)
         CUDA_CHECK(cudaMemcpyAsync(copy.device, copy.host, N * sizeof(int), cudaMemcpyHostToDevice, stream));
-    zero_params_begin(m->zero, embed);
-    embedding_at_forward(d->residual, m->tokens, d->positions, model_param(m, embed, WTE), model_param(m, embed, WPE),
-                         N, c->C, stream);
+    embed_forward(m, d->residual, d->positions, N, 1);
     for (int layer = 0; layer < c->L; layer++) {
         zero_params_begin(m->zero, unit_block(c, layer));
         decoder_block(d, layer, N);
     }
-    zero_params_begin(m->zero, head);
+    head_begin(m);
     norm_forward(m, head, NORM_F_WEIGHT, d->residual, m->norm_f, d->mean, d->rstd, 0, d->residual, m->branch, N);
-    for (int i = 0, run; i < num_wanted; i += run) {                 // rows that follow each other go together
+    if (m->walks_vocab) {
+        head_rows_forward(m, wanted, num_wanted);
+        CUDA_CHECK(cudaMemcpyAsync(d->h_logits, m->logits, (size_t)num_wanted * c->VP * sizeof(floatX),
+                                   cudaMemcpyDeviceToHost, stream));
+    }
+    for (int i = m->walks_vocab ? num_wanted : 0, run; i < num_wanted; i += run) {   // neighbouring rows go together
         for (run = 1; i + run < num_wanted && wanted[i + run] == wanted[i] + run; ) run++;
         head_forward(m, wanted[i], decoder_padded(run));
         CUDA_CHECK(cudaMemcpyAsync(d->h_logits + (size_t)i * c->VP, m->logits, (size_t)run * c->VP * sizeof(floatX),
@@ -195,7 +198,9 @@ static void logits_of_context(Model* m, const int* ids, int num_ids, floatX* raw
     int T = num_ids < m->T ? num_ids : m->T;
     CUDA_CHECK(cudaMemcpyAsync(m->tokens, ids + (num_ids - T), T * sizeof(int), cudaMemcpyHostToDevice, stream));
     model_forward(m, 1, T);
-    head_forward(m, T - 1, 1);
+    int last = T - 1;
+    if (m->walks_vocab) head_rows_forward(m, &last, 1);
+    else head_forward(m, last, 1);
     CUDA_CHECK(cudaMemcpyAsync(raw, m->logits, m->config.V * sizeof(floatX), cudaMemcpyDeviceToHost, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
 }

@@ -45,6 +45,8 @@ typedef struct Run {
     cudaEvent_t batch_copied[2];
     cudaEvent_t step_begun[STEPS_IN_FLIGHT], step_ended[STEPS_IN_FLIGHT];   // on the compute stream, timed
     size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
+    Ask ask;                       // what the ranks have agreed that a signal asks for
+    bool val_due;                  // the validation of this step was cut short by it
     bool seen_skip;                // the newest result seen is a skipped step: see each before the next is begun
     double mean_step_s;
     bool on_terminal, bar_drawn;
@@ -222,16 +224,6 @@ static void recompute_from_flag(Setting* s, const char* value, int L)
     s->segment_layers = k < L ? (int)k : L;
 }
 
-/* Where each tensor lies, for this number of ranks. */
-static void place_tensors(Run* run)
-{
-    Model* m = &run->model;
-    model_tensors(&m->shard, &m->config, run->comm.num_ranks);
-    m->resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
-    for (int u = 0; u < m->shard.num_units; u++)
-        m->resident[u] = u == unit_embed(&m->config) || u == unit_head(&m->config);
-}
-
 /* Plans memory: everything the run will hold with its setting. */
 static void plan_run(Run* run, bool training)
 {
@@ -241,13 +233,17 @@ static void plan_run(Run* run, bool training)
     m->zero = &run->zero;
     m->recompute = s->recompute;
     m->segment_layers = s->segment_layers;
+    m->walks_vocab = s->stage == 3 && m->config.num_pieces > 1;
     model_visits(m);
-    ZeroConfig zero = {s->stage, m->resident, s->G, training, f->overlap != 0,
+    bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
+    model_resident(m, resident);
+    ZeroConfig zero = {s->stage, resident, s->G, training, f->overlap != 0,
                        strcmp(f->reduce, "step") == 0, f->deterministic,
                        (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
     if (training && f->out[0]) saver_plan(&run->saver, &run->zero, &run->plan);
+    free(resident);
     bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
     if (decodes) decoder_plan(&run->decoder, m, &run->plan, f->given[FLAG_prompts] ? s->B : 1, run->T);
     else model_plan(m, &run->plan, s->B, run->T, training);

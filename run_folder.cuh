@@ -36,7 +36,8 @@ static void save_say(Run* run)
     }
     char newest[4096];
     if (!checkpoint_find(run->flags->out, newest)) snprintf(newest, sizeof newest, "none");
-    bool goes_on = strcmp(run->flags->on_save_error, "continue") == 0 && s->state.step < run->num_steps;
+    bool goes_on = strcmp(run->flags->on_save_error, "continue") == 0 && s->state.step < run->num_steps &&
+                   run->ask != Ask::END;
     if (!goes_on) die("%s is not saved: %s; the newest checkpoint is %s", s->path, s->why, newest);
     if (run->comm.rank == 0)
         fprintf(stderr, "train_gpt: %s is not saved: %s; the newest checkpoint is %s; training goes on "
@@ -63,6 +64,7 @@ static void save(Run* run)
     state.seed = (unsigned long long)run->flags->seed;
     state.seq_len = run->T;
     state.global_batch = run->global_batch;
+    state.val_due = run->val_due;
     state.num_applied = last->num_applied;
     state.num_skipped = last->num_skipped;
     state.has_loss_scale = is_fp16();
@@ -160,6 +162,7 @@ static void resume(Run* run, char (&folder)[4096])
     }
     CUDA_CHECK(cudaMemcpy(run->zero.state, &device_state, sizeof device_state, cudaMemcpyHostToDevice));
     run->step = state.step;
+    run->val_due = state.val_due;
     ENSURE(state.seq_len == (size_t)run->T,
            "%s: was trained with -t %zu, now -t %d: the data position counts windows of that length; give -t %zu",
            folder, state.seq_len, run->T, state.seq_len);

@@ -25,6 +25,7 @@ typedef struct RunState {
     int num_good_steps, hysteresis_left;
     unsigned long long seed;
     size_t seq_len, global_batch;
+    bool val_due;                       // the validation after this step was cut short
 } RunState;
 
 /* What is saved of each element, by the suffix of its tensor's name; the weights in a file of their own. */
@@ -192,18 +193,15 @@ static bool checkpoint_find(const char* folder, char (&path)[4096])
 /* Table of the file of optimizer states. */
 static SafeTensors* optimizer_plan(const Shard* s, const char* path)
 {
-    const int per_tensor = NUM_STATES - STATE_M;
-    size_t count = (size_t)s->num_tensors * per_tensor;
+    size_t count = (size_t)s->num_tensors * (NUM_STATES - STATE_M);
     SafeTensor* list = (SafeTensor*)malloc_checked(count * sizeof *list);
     char (*names)[STATE_NAME_BYTES] = (char (*)[STATE_NAME_BYTES])malloc_checked(count * STATE_NAME_BYTES);
-    for (size_t i = 0; i < count; i++) {
-        const Tensor* t = &s->tensors[i / per_tensor];
-        state_name(names[i], t, STATE_M + (int)(i % per_tensor));
-        list[i] = SafeTensor{};
-        list[i].name = names[i];
-        list[i].dtype = SafeDtype::F32;
-        list[i].num_dims = t->num_dims;
-        for (int d = 0; d < t->num_dims; d++) list[i].dims[d] = t->shape[d];
+    count = 0;
+    for (const Tensor* t = s->tensors; t < s->tensors + s->num_tensors; t++) {
+        for (int state = STATE_M; state < NUM_STATES && tensor_is_first_piece(t); state++, count++) {
+            state_name(names[count], t, state);
+            list[count] = tensor_in_file(t, names[count], SafeDtype::F32);
+        }
     }
     SafeTensors* files = safetensors_plan(path, list, count, MAX_FILE_BYTES);
     free(list);
@@ -231,11 +229,13 @@ static void state_json_write(const RunState* s, const Zero* z, const uint64_t* s
     json_add_int(j, "global_batch", (long long)s->global_batch);
     json_add_int(j, "num_ranks", z->comm->num_ranks);
     json_add_int(j, "zero_stage", z->stage);
+    if (s->val_due) json_add_bool(j, "val_due", true);
     json_add_string(j, "precision", FLOATX_NAME);
     add_file_prints(j, folder);
     cJSON* tensors = json_add_object(j, "tensors");
     for (int state = 0; state < NUM_STATES; state++) {
         for (int t = 0; t < z->shard->num_tensors; t++) {
+            if (!tensor_is_first_piece(&z->shard->tensors[t])) continue;
             state_name(name, &z->shard->tensors[t], state);
             json_add_string(tensors, name, hex_text(sums[state * z->shard->num_tensors + t], hex));
         }
@@ -275,6 +275,7 @@ static void load_counters(const CheckpointLoad* l)
     s->seed = (unsigned long long)json_int(j, "seed", 0, JSON_MAX_INT, path);
     s->seq_len = (size_t)json_int(j, "seq_len", 1, JSON_MAX_INT, path);
     s->global_batch = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);
+    s->val_due = json_bool_or(j, "val_due", false, path);
 }
 
 /* The optimizer states of what this rank updates. */
@@ -294,9 +295,9 @@ static void load_optimizer(CheckpointLoad* l)
             ensure_shape(files, st, t);
             for (size_t done = 0, n; done < part.count; done += n) {
                 n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
-                size_t first = part.first - t->first + done;
+                size_t first = tensor_file_place(t, part.first) + done;
                 safetensors_read_f32(files, st, first, n, z->bounce);
-                l->sums[state * s->num_tensors + i] += tensor_sum(z->bounce, first, n);
+                l->sums[state * s->num_tensors + tensor_first_piece(s, i)] += tensor_sum(z->bounce, first, n);
                 CUDA_CHECK(cudaMemcpyAsync(state_at(z, state, t->unit, part.first + done), z->bounce, n * sizeof(float),
                                            cudaMemcpyHostToDevice, z->compute));
                 CUDA_CHECK(cudaStreamSynchronize(z->compute));
@@ -326,6 +327,7 @@ static void load_verify(void* arg)
     char name[STATE_NAME_BYTES], hex[HEX_BYTES];
     for (int state = 0; state < (l->weights_only ? 1 : (int)NUM_STATES); state++) {
         for (int t = 0; t < s->num_tensors; t++) {
+            if (!tensor_is_first_piece(&s->tensors[t])) continue;
             state_name(name, &s->tensors[t], state);
             const char* want = json_string(tensors, name, l->folder);
             ENSURE(strcmp(want, hex_text(l->sums[state * s->num_tensors + t], hex)) == 0,

@@ -99,7 +99,9 @@ static void save_write(Saver* s)
     char name[STATE_NAME_BYTES];
     for (int i = 0; i < NUM_STATES * shard->num_tensors; i++) {
         int state = i / shard->num_tensors;
-        const Tensor* t = &shard->tensors[i % shard->num_tensors];
+        int t_idx = i % shard->num_tensors;
+        uint64_t* sums = s->sums + state * shard->num_tensors;
+        const Tensor* t = &shard->tensors[t_idx];
         Range slice = shard_slice(shard, t->unit, s->zero->comm->rank), part = tensor_part(t, slice);
         const SafeTensors* files = state == STATE_WEIGHTS ? s->weights : s->optimizer;
         const float* values = s->values[state] + shard_packed_first(shard, t->unit) + (part.first - slice.first);
@@ -107,8 +109,8 @@ static void save_write(Saver* s)
         const SafeTensor* st = safetensors_get(files, name);
         for (size_t done = 0, n; done < part.count; done += n) {
             n = part.count - done < chunk_elems ? part.count - done : chunk_elems;
-            size_t first = part.first - t->first + done;
-            s->sums[i] += tensor_sum(values + done, first, n);
+            size_t first = tensor_file_place(t, part.first) + done;
+            sums[tensor_first_piece(shard, t_idx)] += tensor_sum(values + done, first, n);
             safetensors_write_f32(files, st, first, n, values + done);
         }
     }

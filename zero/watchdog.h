@@ -14,7 +14,7 @@
 typedef struct alignas(64) Beat {
     volatile double alive_s, moved_s;   // when the thread and when the main thread last did something; monotonic clock
     volatile unsigned long long num_collectives;
-    volatile int rank;
+    volatile int rank, pid;
     volatile bool has_spoken;           // it has said why the run ends: the others need not
 } Beat;
 
@@ -83,6 +83,14 @@ static void watch_say(const Watch* w, const char* why)
     if (write(2, line, n) < 0) return;   // there is nobody to tell
 }
 
+/* Is a process of this host gone? Callable from a signal handler. */
+static bool watch_misses_a_rank(const Watch* w)
+{
+    for (int i = 0; w != nullptr && i < w->num_beats; i++)
+        if (kill(w->beats[i].pid, 0) != 0) return true;
+    return false;
+}
+
 /* A message of another kind ends the run. */
 static void watch_has_spoken(void)
 {
@@ -120,6 +128,7 @@ static Watch* watch_start(Beat* beats, int num_beats, int own, int rank, double 
     w->own = own;
     w->timeout_s = timeout_s;
     beats[own].rank = rank;
+    beats[own].pid = (int)getpid();
     beats[own].alive_s = watch_now_s();
     watch_move(w, "set-up", 0);
     ENSURE(pthread_create(&w->thread, nullptr, watch_run, w) == 0, "the watchdog's thread cannot be started");

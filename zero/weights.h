@@ -50,15 +50,28 @@ static const SafeTensor* find_weight(const SafeTensors* files, const char* name)
     return found;
 }
 
+/* The whole of tensor t as a row of a file's table. */
+static SafeTensor tensor_in_file(const Tensor* t, const char* name, SafeDtype dtype)
+{
+    SafeTensor row = {};
+    row.name = name;
+    row.dtype = dtype;
+    row.num_dims = t->num_dims;
+    row.dims[0] = t->file_rows;
+    if (t->num_dims == 2) row.dims[1] = t->shape[1];
+    return row;
+}
+
 static void ensure_shape(const SafeTensors* files, const SafeTensor* st, const Tensor* t)
 {
+    SafeTensor wanted = tensor_in_file(t, st->name, st->dtype);
     bool same = st->num_dims == t->num_dims;
-    for (int d = 0; same && d < st->num_dims; d++) same = st->dims[d] == t->shape[d];
+    for (int d = 0; same && d < st->num_dims; d++) same = st->dims[d] == wanted.dims[d];
     char have[96] = "", need[96] = "";
     for (int d = 0; d < st->num_dims; d++)
         snprintf(have + strlen(have), sizeof have - strlen(have), "%s%zu", d ? "x" : "", st->dims[d]);
     for (int d = 0; d < t->num_dims; d++)
-        snprintf(need + strlen(need), sizeof need - strlen(need), "%s%zu", d ? "x" : "", t->shape[d]);
+        snprintf(need + strlen(need), sizeof need - strlen(need), "%s%zu", d ? "x" : "", wanted.dims[d]);
     ENSURE(same, "%s: tensor %s has shape %s, config.json asks for %s", files->path, st->name, have, need);
 }
 
@@ -88,7 +101,8 @@ static uint64_t tensor_sum(const float* values, size_t first, size_t count)
 }
 
 /* The weights of what this rank updates from the folder's model.safetensors; whole units are not gathered yet. Adds
- * tensor_sum of what was read to sums (num_tensors), unless it is null. Returns the bytes read of tensors. */
+ * tensor_sum of what was read to sums (num_tensors; pieces to their first), unless it is null. Returns the bytes read
+ * of tensors. */
 static size_t weights_read(Zero* z, const char* folder, bool tied, uint64_t* sums)
 {
     const Shard* s = z->shard;
@@ -101,9 +115,9 @@ static size_t weights_read(Zero* z, const char* folder, bool tied, uint64_t* sum
         Range part = tensor_part(t, zero_owned(z, t->unit));
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
-            size_t first = part.first - t->first + done;
+            size_t first = tensor_file_place(t, part.first) + done;
             safetensors_read_f32(files, st, first, n, z->bounce);
-            if (sums != nullptr) sums[i] += tensor_sum(z->bounce, first, n);
+            if (sums != nullptr) sums[tensor_first_piece(s, i)] += tensor_sum(z->bounce, first, n);
             weights_from_host(z, t->unit, part.first + done, z->bounce, n);
             done += n;
         }
@@ -132,14 +146,10 @@ static void weights_load(Zero* z, const char* folder, bool tied)
 static SafeTensors* weights_plan(const Shard* s, const char* path, SafeDtype dtype, size_t max_file_bytes)
 {
     SafeTensor* list = (SafeTensor*)malloc_checked(s->num_tensors * sizeof *list);
-    for (int t = 0; t < s->num_tensors; t++) {
-        list[t] = SafeTensor{};
-        list[t].name = s->tensors[t].name;
-        list[t].dtype = dtype;
-        list[t].num_dims = s->tensors[t].num_dims;
-        for (int d = 0; d < list[t].num_dims; d++) list[t].dims[d] = s->tensors[t].shape[d];
-    }
-    SafeTensors* files = safetensors_plan(path, list, s->num_tensors, max_file_bytes);
+    size_t count = 0;
+    for (const Tensor* t = s->tensors; t < s->tensors + s->num_tensors; t++)
+        if (tensor_is_first_piece(t)) list[count++] = tensor_in_file(t, t->name, dtype);
+    SafeTensors* files = safetensors_plan(path, list, count, max_file_bytes);
     free(list);
     return files;
 }
@@ -156,7 +166,7 @@ static void weights_write_slices(Zero* z, const SafeTensors* files)
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
             weights_to_host(z, t->unit, part.first + done, n);
-            safetensors_write_f32(files, st, part.first - t->first + done, n, z->bounce);
+            safetensors_write_f32(files, st, tensor_file_place(t, part.first) + done, n, z->bounce);
             done += n;
         }
     }
