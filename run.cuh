@@ -246,7 +246,7 @@ static void plan_run(Run* run, bool training)
     free(resident);
     bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
     if (decodes) decoder_plan(&run->decoder, m, &run->plan, f->given[FLAG_prompts] ? s->B : 1, run->T);
-    else model_plan(m, &run->plan, s->B, run->T, training);
+    else if (!f->given[FLAG_export_]) model_plan(m, &run->plan, s->B, run->T, training);
     for (int k = 0; k < 2; k++) {
         plan_add(&run->plan, "batches", Place::HOST, &run->h_tokens[k], (size_t)s->B * run->T);
         plan_add(&run->plan, "batches", Place::HOST, &run->h_targets[k], (size_t)s->B * run->T);

@@ -14,7 +14,7 @@ static void write_small_files(const char* folder, void* context)
     Run* run = (Run*)context;
     char file[4200];
     snprintf(file, sizeof file, "%s/config.json", folder);
-    config_write(&run->model.config, file);
+    config_write(&run->model.config, file, run->flags->export_dtype);
     snprintf(file, sizeof file, "%s/tokenizer.json", folder);
     if (run->tokenizer_path[0]) file_copy(file, run->tokenizer_path);
 }

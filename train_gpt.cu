@@ -161,6 +161,7 @@ static void print_bar(Run* run, int micro)
 static size_t load_batch(Run* run, Loader* loader, size_t count)
 {
     int k = (int)(count & 1);
+    watch_move(run->comm.watch, "a micro-batch", (size_t)run->B * run->T);
     size_t bytes = (size_t)run->B * run->T * sizeof(int);
     CUDA_CHECK(
         cudaEventSynchronize(run->batch_copied[k])); // the copy before the last: long done unless the host is far ahead
@@ -369,7 +370,7 @@ static void say_sample(Run* run)
         SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
         generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids);
     }
-    comm_barrier(&run->comm);
+    comm_barrier_idle(&run->comm);
 }
 
 /* What all ranks must agree on before the first collective. */
@@ -474,13 +475,15 @@ void RUN_ALL(const Flags* f, Comm* comm)
     if (resume_path[0] && trains) resume(run, resume_path);
     else weights_start(run, resume_path[0] ? resume_path : model_name, f->from_scratch && !resume_path[0]);
     if (exports) {
-        weights_export(&run->zero, f->export_, write_small_files, run);
+        weights_export(&run->zero, f->export_, weights_dtype(f->export_dtype), (size_t)f->shard_bytes,
+                       write_small_files, run);
         SAY("exported %s\n", f->export_);
     } else if (generates) {
         ENSURE(run->tokenizer_path[0] || f->given[FLAG_prompts],
                "--generate needs a tokenizer.json: none in %s or %s; give --tokenizer FILE", model_name, f->data);
         if (run->comm.rank == 0 || run->setting.stage == 3)
             generate(&run->model, f->no_kv_cache ? nullptr : &run->decoder, f, run->tokenizer_path);
+        comm_barrier_idle(&run->comm);
     } else if (f->given[FLAG_choices]) {
         ENSURE(run->tokenizer_path[0], "--choices needs a tokenizer.json: none in %s or %s; give --tokenizer FILE",
                model_name, f->data);
@@ -511,6 +514,8 @@ static void refuse_what_is_not_there(const Flags* f)
             if (f->given[idx]) die_usage("%s is for -p fp16: leave it out", flag_long_name(&flag_rows[idx], name));
     if (f->given[FLAG_gpu] && !f->plan) die_usage("--gpu goes with --plan; a run takes the GPU that is here");
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
+    if ((f->given[FLAG_export_dtype] || f->given[FLAG_shard_bytes]) && !f->given[FLAG_export_])
+        die_usage("--export-dtype and --shard-bytes go with --export; checkpoints hold fp32");
     if (f->given[FLAG_epochs] && f->given[FLAG_steps])
         die_usage("-n and --epochs both say where the run ends: give one");
     int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_] +

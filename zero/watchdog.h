@@ -24,6 +24,7 @@ typedef struct Watch {
     double timeout_s;           // 0: never
     const char* volatile place; // what the main thread does
     volatile size_t elems, step;
+    volatile bool idle;         // the main thread waits for work: only others that give no sign of life count
     volatile bool stops;
     pthread_t thread;
 } Watch;
@@ -103,13 +104,22 @@ static void watch_on_signal(int)
     _exit(1);
 }
 
+/* Since when this rank, or where it only waits for others one of them, has done nothing. */
+static double watch_since_s(const Watch* w)
+{
+    if (!w->idle) return w->beats[w->own].moved_s;
+    double oldest = w->beats[w->own].alive_s;
+    for (int i = 0; i < w->num_beats; i++) if (w->beats[i].alive_s < oldest) oldest = w->beats[i].alive_s;
+    return oldest;
+}
+
 static void* watch_run(void* arg)
 {
     Watch* w = (Watch*)arg;
     Beat* own = &w->beats[w->own];
     while (!w->stops) {
         own->alive_s = watch_now_s();
-        if (w->timeout_s > 0 && own->alive_s - own->moved_s > w->timeout_s) {
+        if (w->timeout_s > 0 && own->alive_s - watch_since_s(w) > w->timeout_s) {
             watch_say(w, "waits longer than --timeout");
             _exit(1);
         }
