@@ -55,6 +55,7 @@
     F(REAL,   min_lr,         0,  -1,       -1, 1e3, "learning rate at the end; -1 = a tenth of the peak") \
     F(INT,    eval_every,     0,  0,         0, INT64_MAX, "validate every so many steps; 0 = at the end only") \
     F(INT,    eval_batches,   0,  0,         0, INT64_MAX, "at most so many global micro-batches per validation; 0 = the whole set") \
+    F(INT,    eval_stride,    0,  0,         0, 1 << 24, "validation windows begin so many tokens apart and count what no window before has; 0 = -t") \
     F(INT,    save_every,     0,  0,         0, INT64_MAX, "checkpoint every so many steps; 0 = at the end only (with -o)") \
     F(INT,    keep,           0,  0,         0, 1 << 20, "checkpoints to keep, the newest; 0 = all") \
     F(INT,    keep_every,     0,  0,         0, INT64_MAX, "with --keep: those of every so many steps stay as well") \

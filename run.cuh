@@ -156,6 +156,10 @@ static void open_loaders(Run* run)
     config.G = 1;
     config.shuffle = false;
     config.whole_tail = true;
+    config.stride = (size_t)f->eval_stride;
+    if (f->eval_stride > run->T)
+        die_usage("--eval-stride %lld is above -t %d: tokens between two windows would count nowhere",
+                  (long long)f->eval_stride, run->T);
     run->val = loader_open(&config, &run->val_set);
     run->val->config.limit_windows = run->val->num_windows;
 }

@@ -178,6 +178,24 @@ static void resume(Run* run, char (&folder)[4096])
 }
 
 // ------------------------------------------------------------------------------------------------------------- log
+/* "memory": {"device": {label: MiB, ...}, "host": {...}}: the plan, per rank. */
+static void log_plan(RunLog* log, const Plan* p)
+{
+    log_key(log, "memory");
+    log_begin(log);
+    for (Place place : {Place::DEVICE, Place::HOST}) {
+        log_key(log, place == Place::DEVICE ? "device" : "host");
+        log_begin(log);
+        for (int i = 0; i < p->num_rows; i++) {
+            size_t bytes = plan_label_bytes(p, i);
+            if (p->rows[i].place == place && bytes > 0) log_real(log, p->rows[i].label, bytes / 1048576.0);
+        }
+        fputc('}', log->f);
+        log->first_member = false;
+    }
+    fputc('}', log->f);
+}
+
 static void log_start(Run* run, const char* version, const char* model_name)
 {
     if (!run->flags->out[0] || run->comm.rank != 0) return;
@@ -192,7 +210,9 @@ static void log_start(Run* run, const char* version, const char* model_name)
     log_int(&run->log, "num_params", (long long)run->model.shard.num_params);
     log_int(&run->log, "global_batch", (long long)run->global_batch);
     log_int(&run->log, "num_steps", (long long)run->num_steps);
-    for (const FlagRow& row : flag_rows) log_text(&run->log, row.name, flag_value(run->flags, &row, buf));
+    for (const FlagRow& row : flag_rows)
+        if (strcmp(row.name, "version") != 0) log_text(&run->log, row.name, flag_value(run->flags, &row, buf));
+    log_plan(&run->log, &run->plan);
     fputc('}', run->log.f);
     log_end(&run->log);
 }

@@ -110,6 +110,7 @@ static void print_step(Run* run, const StepState* s, size_t step, double took_s)
     log_real(&run->log, "tok_per_s", toks_per_s);
     log_int(&run->log, "tokens", (long long)s->num_toks);
     log_int(&run->log, "skipped", s->skip == Skip::NONFINITE);
+    log_real(&run->log, "host_mib", resident_bytes() / 1048576.0);
     if (is_fp16()) log_real(&run->log, "loss_scale", s->used_loss_scale);
     if (run->comm.rank != 0) return;
     if (step % f->log_every != 0 && step != run->num_steps) return;
@@ -277,6 +278,7 @@ static void evaluate_and_say(Run* run)
     if (run->val_set.num_words > 0)
         SAY(" | perplexity %.3f per word",
             exp(r.loss * (double)run->val_set.num_toks / (double)run->val_set.num_words));
+    if (run->flags->eval_stride > 0) SAY(" | windows of %d every %lld", run->T, (long long)run->flags->eval_stride);
     SAY("\n");
     log_begin(&run->log);
     log_int(&run->log, "step", (long long)run->step);

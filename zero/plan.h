@@ -32,21 +32,27 @@ static size_t plan_bytes(const Plan* p, Place place)
     return sum;
 }
 
+/* Bytes of all rows with the place and label of row i, which is the first of them; of the others 0. */
+static size_t plan_label_bytes(const Plan* p, int i)
+{
+    size_t bytes = 0;
+    for (int k = p->num_rows - 1; k >= 0; k--) {
+        if (p->rows[k].place != p->rows[i].place || strcmp(p->rows[k].label, p->rows[i].label) != 0) continue;
+        if (k < i) return 0;
+        bytes += p->rows[k].bytes;
+    }
+    return bytes;
+}
+
 /* Rows with the same label are one line. */
 static void plan_print(const Plan* p, FILE* f)
 {
     for (Place place : {Place::DEVICE, Place::HOST}) {
         fprintf(f, "%s memory per rank\n", place == Place::DEVICE ? "device" : "host");
         for (int i = 0; i < p->num_rows; i++) {
-            if (p->rows[i].place != place) continue;
-            size_t bytes = 0;
-            int first = p->num_rows;
-            for (int k = p->num_rows - 1; k >= 0; k--)
-                if (p->rows[k].place == place && strcmp(p->rows[k].label, p->rows[i].label) == 0) {
-                    bytes += p->rows[k].bytes;
-                    first = k;
-                }
-            if (first == i && bytes > 0) fprintf(f, "  %-32s %10.1f MiB\n", p->rows[i].label, bytes / 1048576.0);
+            size_t bytes = plan_label_bytes(p, i);
+            if (p->rows[i].place == place && bytes > 0)
+                fprintf(f, "  %-32s %10.1f MiB\n", p->rows[i].label, bytes / 1048576.0);
         }
         fprintf(f, "  %-32s %10.1f MiB\n", "total", plan_bytes(p, place) / 1048576.0);
     }
