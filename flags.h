@@ -61,6 +61,7 @@
     F(INT,    keep_every,     0,  0,         0, INT64_MAX, "with --keep: those of every so many steps stay as well") \
     F(ONEOF,  on_save_error,  0,  "continue", "continue|stop", 0, "a checkpoint that cannot be written (full disk): go on training, or stop") \
     F(TEXT,   resume,         0,  "",        0, 0, "checkpoint, or run folder and its newest complete checkpoint; auto = the one of -o if there is one") \
+    F(TEXT,   repeat,         0,  "",        0, 0, "run folder: do that run again, as its run.json says; only -o goes with it") \
     F(SWITCH, from_scratch,   0,  false,     0, 0, "take only config.json from the folder given with -m") \
     F(INT,    log_every,      0,  1,         1, INT64_MAX, "print every so many steps (the log file has all)") \
     F(INT,    hash_every,     0,  0,         0, INT64_MAX, "state hash into the log every so many steps; always at checkpoints and the end") \
@@ -95,7 +96,7 @@
 #define FLAGS_LATER \
     "master grad-dtype state-dtype tp pp sp offload offload-dir momentum " \
     "bench report comm-dtype fp32-tensors muon-lr profile " \
-    "tune repeat dropout"
+    "tune dropout"
 
 enum FlagKind { INT, REAL, TEXT, ONEOF, SWITCH };
 typedef int64_t FlagType_INT;

@@ -78,7 +78,8 @@ static void batch_arithmetic(Run* run, int num_ranks)
 
 static bool path_exists(const char* folder, const char* name, char (&path)[4096])
 {
-    snprintf(path, sizeof path, "%s%s%s", folder, name[0] ? "/" : "", name);
+    int n = snprintf(path, sizeof path, "%s%s%s", folder, name[0] ? "/" : "", name);
+    ENSURE(n < (int)sizeof path, "%s: the name is too long", folder);
     return access(path, R_OK) == 0;
 }
 

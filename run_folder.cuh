@@ -1,10 +1,13 @@
-/* run_folder.cuh: what a run leaves behind and goes on from: OUT/log.jsonl and OUT/step_*.
+/* run_folder.cuh: what a run leaves behind and goes on from: OUT/run.json, log.jsonl, step_*, and the model's
+ * config.json and tokenizer.json.
  *   save           at a step boundary: a checkpoint is begun       save_poll   at every later one: it gets further
  *   save_now       a checkpoint of this step, and waits until it is on the disk
  *   choose_resume  where --resume points                           resume      goes on from there
- *   log_start      the log's first line */
+ *   record_start   OUT/run.json                                    log_start   the log's first line
+ *   repeat_check   is this machine like that of the run to repeat? repeat_say  was it the same to the last bit? */
 #pragma once
 #include "run.cuh"
+#include "run_record.h"
 #include "zero/save.h"
 
 // ------------------------------------------------------------------------------------------------------------ save
@@ -175,6 +178,85 @@ static void resume(Run* run, char (&folder)[4096])
         SAY("        --seed is %lld, was %llu: the order of the data changes here\n", (long long)run->flags->seed,
             state.seed);
     resume_batch(run, &state);
+}
+
+// ------------------------------------------------------------------------------------------------- run.json, repeat
+/* Where a new run begins. All ranks, for the list of their hosts. */
+static void record_start(Run* run, const char* version, const char* build, const char* model_name)
+{
+    const Flags* f = run->flags;
+    typedef struct { char text[160]; } Where;
+    Where own = {}, *all = (Where*)malloc_checked(run->comm.num_ranks * sizeof *all);
+    char host[64] = "", path[4096], started[32];
+    gethostname(host, sizeof host - 1);
+    snprintf(own.text, sizeof own.text, "%s, %.80s", host, run->device.name);
+    comm_gather_host(&run->comm, all, &own, sizeof own);
+    if (f->out[0] && run->comm.rank == 0 && !path_exists(f->out, "run.json", path)) {
+        time_t now = time(nullptr);
+        strftime(started, sizeof started, "%Y-%m-%dT%H:%M:%SZ", gmtime(&now));
+        bool model_is_here = run->model.config.hf_text != nullptr && f->from_scratch;
+        cJSON* j = json_new_object();
+        json_add_string(j, "version", version);
+        json_add_string(j, "build", build);
+        json_add_string(j, "started", started);
+        json_add_int(j, "num_ranks", run->comm.num_ranks);
+        cJSON* ranks = json_add_array(j, "ranks");
+        for (int r = 0; r < run->comm.num_ranks; r++)
+            cJSON_AddItemToArray(ranks, json_added(cJSON_CreateString(all[r].text), "ranks"));
+        json_add_int(j, "num_threads", run->device.num_threads);
+        json_add_int(j, "train_tokens", (long long)run->train_set.num_toks);
+        json_add_int(j, "val_tokens", (long long)run->val_set.num_toks);
+        json_add_bool(j, "model_is_here", model_is_here);
+        record_arguments(j, f, model_name, model_is_here);
+        json_write_file(path, j);
+        cJSON_Delete(j);
+        write_small_files(f->out, run);
+    }
+    free(all);
+}
+
+/* Before anything is allocated. */
+static void repeat_check(Run* run, const char* version)
+{
+    const char* folder = run->flags->repeat;
+    if (!folder[0]) return;
+    cJSON* record = record_read(folder);
+    int num_ranks = (int)json_int(record, "num_ranks", 1, INT_MAX, folder);
+    if (num_ranks != run->comm.num_ranks)
+        die_usage("--repeat %s: the run had %d ranks, this has %d: start it with mpirun -np %d", folder, num_ranks,
+                  run->comm.num_ranks, num_ranks);
+    long long train = json_int(record, "train_tokens", 0, JSON_MAX_INT, folder);
+    long long val = json_int(record, "val_tokens", 0, JSON_MAX_INT, folder);
+    ENSURE((size_t)train == run->train_set.num_toks && (size_t)val == run->val_set.num_toks,
+           "--repeat %s: %s has %zu tokens to train on and %zu to validate on, the run had %lld and %lld: bring the "
+           "data back", folder, run->flags->data, run->train_set.num_toks, run->val_set.num_toks, train, val);
+    const char* then = json_string(record, "version", folder);
+    SAY("repeat  %s, run by version %s%s\n", folder, then,
+        strcmp(then, version) == 0 ? "" : ": this is another, which may give other bits");
+    cJSON_Delete(record);
+}
+
+/* At the end: is the state hash the one in the log of the run? */
+static void repeat_say(const Run* run, const char* hash)
+{
+    char path[4200], want[64], key[64];
+    if (!run->flags->repeat[0] || run->comm.rank != 0) return;
+    snprintf(path, sizeof path, "%s/log.jsonl", run->flags->repeat);
+    snprintf(key, sizeof key, "{\"step\": %zu,", run->step);
+    snprintf(want, sizeof want, "\"state_hash\": \"%s\"", hash);
+    FILE* log = fopen(path, "r");
+    char* line = nullptr;
+    size_t size = 0;
+    bool same = false, found = false;
+    while (log != nullptr && getline(&line, &size, log) > 0) {
+        if (strncmp(line, key, strlen(key)) != 0 || strstr(line, "state_hash") == nullptr) continue;
+        found = true;
+        same = strstr(line, want) != nullptr;
+    }
+    free(line);
+    if (log != nullptr) fclose(log);
+    SAY("repeat  %s\n", !found ? "the run's log has no state hash of this step" :
+        same ? "the same bits as the run" : "other bits than the run's");
 }
 
 // ------------------------------------------------------------------------------------------------------------- log

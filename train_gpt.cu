@@ -19,6 +19,14 @@
 #include "zero/init.h"
 
 #define VERSION "0.1.0"
+#if defined(DEVICE_CUDA)
+#define DEVICE_NAME "cuda"
+#elif defined(DEVICE_EMU)
+#define DEVICE_NAME "emu"
+#else
+#define DEVICE_NAME "cpu"
+#endif
+static const char build_text[] = "compiled " __DATE__ " with " __VERSION__ ", device " DEVICE_NAME;
 
 void run_all_fp32(const Flags* f, Comm* comm);   // one in each object
 void run_all_bf16(const Flags* f, Comm* comm);
@@ -310,7 +318,10 @@ static void train(Run* run)
         if (f->check_replicas > 0 && step % f->check_replicas == 0)
             comm_ensure_same(&run->comm, zero_replica_hash(&run->zero), "the parameters it holds (--check-replicas)");
         for (; unread <= settled; unread++) finish_step(run, unread, hashes && unread == step ? hash : nullptr);
-        if (last && hash[0]) SAY("state hash %s after step %zu\n", hash, step);
+        if (last && hash[0]) {
+            SAY("state hash %s after step %zu\n", hash, step);
+            repeat_say(run, hash);
+        }
         if (evals) evaluate_and_say(run);
         saves = saves || (f->out[0] && run->ask != Ask::NONE);          // asked since
         if (saves) save(run);
@@ -470,6 +481,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
     bool trains = !generates && !exports && !f->eval && !f->plan && !f->given[FLAG_choices];
     char resume_path[4096];
     const char* model_name = run_prepare(run, trains, resume_path);
+    repeat_check(run, VERSION);
     if (trains || f->plan) print_start(run, model_name);
     if (f->plan) return;
     comm_ensure_same(comm, run_hash(run), "build, flags, data or model");
@@ -498,6 +510,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
     } else {
         signals_begin();
         save_start(run);
+        record_start(run, VERSION, build_text, model_name);
         log_start(run, VERSION, model_name);
         train(run);
         if (run->has_val && f->sample_tokens > 0 && run->ask != Ask::END && run->num_steps > 0) say_sample(run);
@@ -524,19 +537,6 @@ static void refuse_what_is_not_there(const Flags* f)
                 f->given[FLAG_choices];
     if (modes > 1)
         die_usage("--plan, --eval, --choices, --generate, --prompts and --export are different modes: give one");
-}
-
-static void print_version(void)
-{
-    printf("train_gpt " VERSION ", compiled %s with %s, device %s\n", __DATE__, __VERSION__,
-#if defined(DEVICE_CUDA)
-           "cuda"
-#elif defined(DEVICE_EMU)
-           "emu"
-#else
-           "cpu"
-#endif
-    );
 }
 
 /* The precisions that this binary holds: Makefile's PREC, or this one alone. */
@@ -571,6 +571,7 @@ int main(int argc, char** argv)
     Comm comm;
     die_rank = comm_launcher_rank();
     flags_parse(&flags, argc, argv);
+    cJSON* repeated = repeat_flags(&flags);
     DsConfig config;
     ds_config_read(&config, &flags);
     if (flags.print_config && die_rank == 0) ds_config_print(&config, stdout);
@@ -583,7 +584,7 @@ int main(int argc, char** argv)
     refuse_what_is_not_there(&flags);
     if (flags.help || flags.version) {
         if (die_rank == 0 && flags.help) flags_help(stdout);
-        if (die_rank == 0 && flags.version) print_version();
+        if (die_rank == 0 && flags.version) printf("train_gpt " VERSION ", %s\n", build_text);
         return 0;
     }
     comm_init(&comm);
@@ -591,6 +592,7 @@ int main(int argc, char** argv)
     run_all(&flags, &comm);
     comm_free(&comm);
     ds_config_free(&config);
+    cJSON_Delete(repeated);
     return 0;
 }
 #endif

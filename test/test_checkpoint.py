@@ -275,3 +275,31 @@ def test_later_checkpoints_are_not_overwritten(tmp_path, saved):
                     out=tmp_path / "run", ok=False)
     assert run.code == 1 and "exists and is not overwritten" in run.complaint[0]
     assert checkpoints(tmp_path / "run") == checkpoints(whole.folder)
+
+
+def test_repeat(tmp_path, device):
+    """A run from its folder alone: moved, started from elsewhere, without the model's folder; the same bits."""
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}))
+    whole = train_gpt(*flags(tmp_path, 5, "--config", config), ranks=2, device=device, out=tmp_path / "run")
+    losses, folder = whole.series("loss"), whole.folder.rename(tmp_path / "moved")
+    record = json.loads((folder / "run.json").read_text())
+    assert record["num_ranks"] == len(record["ranks"]) == 2 and record["version"] in whole.out
+    assert "--zero=2" in record["arguments"] and f"--data={tmp_path / 'data'}" in record["arguments"]
+    shutil.rmtree(tmp_path / "model")
+    config.unlink()
+    again = train_gpt("--repeat", folder, ranks=2, device=device, out=tmp_path / "again", cwd=tmp_path)
+    assert "repeat  the same bits as the run" in again.out
+    assert again.series("loss") == losses
+    assert "the same bits" in train_gpt("--repeat", tmp_path / "again", ranks=2, device=device).out
+
+    def refused(code, *words, args=(), ranks=2):
+        run = train_gpt("--repeat", folder, *args, ranks=ranks, device=device, ok=False)
+        assert run.code == code and all(word in run.complaint[0] for word in words), run.err
+
+    refused(2, "--steps", args=["-n", 3])
+    refused(2, "mpirun -np 2", ranks=3)
+    shard_write(tmp_path / "data" / "train_000000.bin", init.tokens(4000, 97, 3), 97)
+    refused(1, "4000 tokens", "5000")
+    (folder / "run.json").unlink()
+    refused(1, "run.json")

@@ -195,6 +195,16 @@ static void comm_sum_host(const Comm* c, uint64_t* x, size_t n)
 #endif
 }
 
+/* all (R, size_bytes) = every rank's `own`, on rank 0. */
+static void comm_gather_host(const Comm* c, void* all, const void* own, size_t size_bytes)
+{
+    if (c->num_ranks == 1) memcpy(all, own, size_bytes);
+#ifndef NO_MPI
+    else
+        MPI_CHECK(MPI_Gather(own, (int)size_bytes, MPI_BYTE, all, (int)size_bytes, MPI_BYTE, 0, MPI_COMM_WORLD));
+#endif
+}
+
 /* Is all well on every rank? If not, `why` is that of the first rank where it is not, on all of them. */
 static bool comm_all_well(const Comm* c, bool well, char (&why)[1024])
 {
