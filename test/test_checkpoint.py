@@ -238,8 +238,9 @@ def test_all_damaged(tmp_path, saved):
 # ---- anywhere ---------------------------------------------------------------------------------------------------
 def test_resume_anywhere(tmp_path, device):
     """1 rank, 3, 5, 2, 1, each at another stage: the losses of an unbroken run, files of one size, reads by share."""
-    chain = [(1, 0), (3, 2), (5, 1), (2, 3), (1, 0)]
-    whole = train_gpt(*flags(tmp_path, 15, "-b", 30), out=tmp_path / "whole", device=device)
+    chain = [(1, 0), (3, 2), (5, 1), (2, 3), (1, 0)] if device == "cpu" or FULL else [(1, 0), (3, 2), (1, 0)]
+    num_steps = 3 * len(chain)
+    whole = train_gpt(*flags(tmp_path, num_steps, "-b", 30), out=tmp_path / "whole", device=device)
     sizes, out = set(), tmp_path / "run"
     for i, (ranks, stage) in enumerate(chain):
         run = train_gpt(*flags(tmp_path, 3 * i + 3, "-b", 30 // ranks, "-z", stage, "--resume", "auto"), ranks=ranks,
@@ -252,7 +253,7 @@ def test_resume_anywhere(tmp_path, device):
         share = 12 * NUM_PARAMS / ranks
         assert 0.9 * share < int(read[1]) <= int(read[2]) < 1.1 * share
     assert len(sizes) == 1
-    assert [entry["step"] for entry in lines_of(out)] == list(range(1, 16))
+    assert [entry["step"] for entry in lines_of(out)] == list(range(1, num_steps + 1))
     assert run.series("loss") == pytest.approx(whole.series("loss"), rel=1e-6)
     assert run.series("norm") == pytest.approx(whole.series("norm"), rel=1e-5)
 

@@ -61,6 +61,14 @@ static void saver_plan(Saver* s, Zero* z, Plan* plan)
         plan_add(plan, "states being saved", Place::HOST, &s->values[state], z->shard->num_elems / z->shard->num_ranks);
 }
 
+/* Where the copy of element `flat` of tensor t is, which is in this rank's slice. */
+static float* state_saved(const Saver* s, int state, const Tensor* t, size_t flat)
+{
+    const Shard* shard = s->zero->shard;
+    Range slice = shard_slice(shard, t->unit, s->zero->comm->rank);
+    return s->values[state] + shard_packed_first(shard, t->unit) + (flat - slice.first);
+}
+
 // ---------------------------------------------------------------------------------------- the phases, in the thread
 /* Removes what need not be kept. A folder that is being removed is no checkpoint from the first moment on. */
 static void save_prune(const Saver* s)
@@ -102,9 +110,9 @@ static void save_write(Saver* s)
         int t_idx = i % shard->num_tensors;
         uint64_t* sums = s->sums + state * shard->num_tensors;
         const Tensor* t = &shard->tensors[t_idx];
-        Range slice = shard_slice(shard, t->unit, s->zero->comm->rank), part = tensor_part(t, slice);
+        Range part = tensor_part(t, shard_slice(shard, t->unit, s->zero->comm->rank));
         const SafeTensors* files = state == STATE_WEIGHTS ? s->weights : s->optimizer;
-        const float* values = s->values[state] + shard_packed_first(shard, t->unit) + (part.first - slice.first);
+        const float* values = state_saved(s, state, t, part.first);
         state_name(name, t, state);
         const SafeTensor* st = safetensors_get(files, name);
         for (size_t done = 0, n; done < part.count; done += n) {
@@ -206,12 +214,13 @@ static void states_copy(Saver* s)
 {
     Zero* z = s->zero;
     stream_wait(z->d2h, z->compute, z->edge, "the states are those of this step");
-    for (int u = 0; u < z->shard->num_units; u++) {
-        Range slice = shard_slice(z->shard, u, z->comm->rank);
-        for (int state = 0; state < NUM_STATES; state++)
-            CUDA_CHECK(cudaMemcpyAsync(s->values[state] + shard_packed_first(z->shard, u),
-                                       state_at(z, state, u, slice.first), slice.count * sizeof(float),
-                                       cudaMemcpyDeviceToHost, z->d2h));
+    for (int i = 0; i < NUM_STATES * z->shard->num_tensors; i++) {
+        int state = i / z->shard->num_tensors;
+        const Tensor* t = &z->shard->tensors[i % z->shard->num_tensors];
+        Range part = tensor_part(t, shard_slice(z->shard, t->unit, z->comm->rank));
+        if (part.count > 0)
+            CUDA_CHECK(cudaMemcpyAsync(state_saved(s, state, t, part.first), state_at(z, state, t->unit, part.first),
+                                       part.count * sizeof(float), cudaMemcpyDeviceToHost, z->d2h));
     }
     CUDA_CHECK(cudaEventRecord(z->states_copied, z->d2h));
 }
