@@ -316,7 +316,7 @@ static void train(Run* run)
         char hash[32] = "";
         if (hashes) snprintf(hash, sizeof hash, "%016llx", zero_state_hash(&run->zero));
         if (f->check_replicas > 0 && step % f->check_replicas == 0)
-            comm_ensure_same(&run->comm, zero_replica_hash(&run->zero), "the parameters it holds (--check-replicas)");
+            comm_ensure_replica(&run->comm, zero_replica_hash(&run->zero), step);
         for (; unread <= settled; unread++) finish_step(run, unread, hashes && unread == step ? hash : nullptr);
         if (last && hash[0]) {
             SAY("state hash %s after step %zu\n", hash, step);
@@ -465,6 +465,7 @@ static void run_free(Run* run)
         CUDA_CHECK(cudaEventDestroy(event));
     saver_free(&run->saver);
     zero_free(&run->zero);
+    plan_ensure_held(&run->plan, "at the end");
     plan_run_free(run);
     plan_free(&run->plan);
     shard_free(&run->model.shard);

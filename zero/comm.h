@@ -228,6 +228,17 @@ static void comm_ensure_same(const Comm* c, uint64_t value, const char* what)
            what);
 }
 
+/* The same of what every rank holds whole, while training. */
+static void comm_ensure_replica(const Comm* c, uint64_t hash, size_t step)
+{
+    uint64_t first = hash;
+    comm_broadcast_host(c, &first, sizeof first);
+    ENSURE(first == hash,
+           "--check-replicas: after step %zu rank %d holds other parameters than rank 0 (hash %016llx, not %016llx): "
+           "a broken card or link; go on from the last checkpoint without it", step, c->rank,
+           (unsigned long long)hash, (unsigned long long)first);
+}
+
 /* What rank 0 sends when each rank holds n elements of n*R (reduce-scatter, all-gather), and for an all-reduce of n. */
 static inline size_t comm_scatter_bytes(const Comm* c, size_t n, size_t elem_bytes)
 {
