@@ -225,6 +225,18 @@ def test_flipped_bit_elsewhere(tmp_path, saved):
         shutil.rmtree(out)
 
 
+def test_another_model_or_optimizer(tmp_path, saved):
+    """What does not fit is refused, not set aside as damaged."""
+    folder, whole = saved
+    shutil.copytree(whole.folder, tmp_path / "run")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(dict(CONFIG, n_layer=3)))
+    for more, word in [(["-m", tmp_path / "model"], "h.2."), (["--optimizer", "lion"], "--optimizer adamw")]:
+        run = train_gpt("--resume", "auto", *flags(folder, 6, "-b", 12)[3:], *more, out=tmp_path / "run", ok=False)
+        assert run.code == 1 and word in run.complaint[0]
+        assert checkpoints(tmp_path / "run") == checkpoints(whole.folder)
+
+
 def test_all_damaged(tmp_path, saved):
     """`--resume auto` does not start anew over a run that cannot be read."""
     folder, whole = saved

@@ -38,12 +38,18 @@ static void state_name(char (&name)[STATE_NAME_BYTES], const Tensor* t, int stat
     snprintf(name, sizeof name, "%s%s", t->name, state_suffixes[state]);
 }
 
+/* Does the optimizer keep it of tensor t? */
+static bool state_is_kept(const Zero* z, int state, const Tensor* t)
+{
+    return state == STATE_WEIGHTS || zero_has_moment(z, state - STATE_M, t);
+}
+
 /* Where this rank keeps element `flat` of unit u. */
 static float* state_at(const Zero* z, int state, int u, size_t flat)
 {
+    if (state == STATE_M) return zero_m_at(z, u, flat);
+    if (state == STATE_V) return zero_v_at(z, u, flat);
     size_t at = zero_state_first(z, u) + (flat - zero_owned(z, u).first);
-    if (state == STATE_M) return z->moment1 + at;
-    if (state == STATE_V) return z->moment2 + at;
     return z->master ? z->master + at : (float*)zero_own_param(z, u, flat);
 }
 
@@ -113,8 +119,7 @@ static cJSON* checkpoint_open(const char* folder)
     snprintf(path, sizeof path, "%s/state.json", folder);
     cJSON* j = json_parse_file(path);
     long long format = json_int(j, "format", 1, JSON_MAX_INT, path);
-    ENSURE(format <= 2, "%s: format %lld, have 1 and 2: written by a later version of train_gpt", path, format);
-    if (format == 1) return j;
+    if (format != 2) return j;   // load_counters refuses what is later
     cJSON* check = cJSON_DetachItemFromObjectCaseSensitive(j, "check");
     ENSURE(cJSON_IsString(check) && strcmp(check->valuestring, hex_text(json_hash(j), hex)) == 0,
            "%s: is not as it was written: its checksum is %s, it says %s", path, hex,
@@ -191,19 +196,21 @@ static bool checkpoint_find(const char* folder, char (&path)[4096])
 
 // ----------------------------------------------------------------------------------------------------------- write
 /* Table of the file of optimizer states. */
-static SafeTensors* optimizer_plan(const Shard* s, const char* path)
+static SafeTensors* optimizer_plan(const Zero* z, const char* path)
 {
-    size_t count = (size_t)s->num_tensors * (NUM_STATES - STATE_M);
+    const Shard* s = z->shard;
+    size_t count = (size_t)s->num_tensors * (NUM_STATES - STATE_M), num_kept = 0;
     SafeTensor* list = (SafeTensor*)malloc_checked(count * sizeof *list);
     char (*names)[STATE_NAME_BYTES] = (char (*)[STATE_NAME_BYTES])malloc_checked(count * STATE_NAME_BYTES);
-    count = 0;
     for (const Tensor* t = s->tensors; t < s->tensors + s->num_tensors; t++) {
-        for (int state = STATE_M; state < NUM_STATES && tensor_is_first_piece(t); state++, count++) {
-            state_name(names[count], t, state);
-            list[count] = tensor_in_file(t, names[count], SafeDtype::F32);
+        for (int state = STATE_M; state < NUM_STATES && tensor_is_first_piece(t); state++) {
+            if (!state_is_kept(z, state, t)) continue;
+            state_name(names[num_kept], t, state);
+            list[num_kept] = tensor_in_file(t, names[num_kept], SafeDtype::F32);
+            num_kept++;
         }
     }
-    SafeTensors* files = safetensors_plan(path, list, count, MAX_FILE_BYTES);
+    SafeTensors* files = safetensors_plan(path, list, num_kept, MAX_FILE_BYTES);
     free(list);
     free(names);
     return files;
@@ -230,14 +237,17 @@ static void state_json_write(const RunState* s, const Zero* z, const uint64_t* s
     json_add_int(j, "num_ranks", z->comm->num_ranks);
     json_add_int(j, "zero_stage", z->stage);
     if (s->val_due) json_add_bool(j, "val_due", true);
+    json_add_string(j, "optimizer", z->optimizer->name);
+    json_add_string(j, "optimizer", z->optimizer->name);
     json_add_string(j, "precision", FLOATX_NAME);
     add_file_prints(j, folder);
     cJSON* tensors = json_add_object(j, "tensors");
     for (int state = 0; state < NUM_STATES; state++) {
-        for (int t = 0; t < z->shard->num_tensors; t++) {
-            if (!tensor_is_first_piece(&z->shard->tensors[t])) continue;
-            state_name(name, &z->shard->tensors[t], state);
-            json_add_string(tensors, name, hex_text(sums[state * z->shard->num_tensors + t], hex));
+        for (int i = 0; i < z->shard->num_tensors; i++) {
+            const Tensor* t = &z->shard->tensors[i];
+            if (!tensor_is_first_piece(t) || !state_is_kept(z, state, t)) continue;
+            state_name(name, t, state);
+            json_add_string(tensors, name, hex_text(sums[state * z->shard->num_tensors + i], hex));
         }
     }
     json_add_string(j, "check", hex_text(json_hash(j), hex));
@@ -263,6 +273,11 @@ static void load_counters(const CheckpointLoad* l)
     const cJSON* j = l->json;
     char path[4200];
     snprintf(path, sizeof path, "%s/state.json", l->folder);
+    long long format = json_int(j, "format", 1, JSON_MAX_INT, path);
+    ENSURE(format <= 2, "%s: format %lld, have 1 and 2: written by a later version of train_gpt", path, format);
+    const char *was = json_string_or(j, "optimizer", "adamw", path), *is = l->zero->optimizer->name;
+    ENSURE(strcmp(was, is) == 0, "%s: was trained with --optimizer %s, now %s, whose states are others: give "
+           "--optimizer %s, or start anew from its weights with -m %s", path, was, is, was, l->folder);
     *s = RunState{};
     s->step = (size_t)json_int(j, "step", 0, JSON_MAX_INT, path);
     s->position_windows = (size_t)json_int(j, "position_windows", 0, JSON_MAX_INT, path);
@@ -291,6 +306,7 @@ static void load_optimizer(CheckpointLoad* l)
         Range part = tensor_part(t, zero_owned(z, t->unit));
         for (int state = STATE_M; state < NUM_STATES && part.count > 0; state++) {
             state_name(name, t, state);
+            if (!state_is_kept(z, state, t)) continue;
             const SafeTensor* st = safetensors_get(files, name);
             ensure_shape(files, st, t);
             for (size_t done = 0, n; done < part.count; done += n) {
@@ -308,14 +324,10 @@ static void load_optimizer(CheckpointLoad* l)
     safetensors_close(files);
 }
 
-static void load_own(void* arg)
+static void load_open(void* arg)
 {
     CheckpointLoad* l = (CheckpointLoad*)arg;
     l->json = checkpoint_open(l->folder);
-    l->read_bytes += weights_read(l->zero, l->folder, l->tied, l->sums);
-    if (l->weights_only) return;
-    load_counters(l);
-    load_optimizer(l);
 }
 
 static void load_verify(void* arg)
@@ -326,11 +338,12 @@ static void load_verify(void* arg)
     const Shard* s = l->zero->shard;
     char name[STATE_NAME_BYTES], hex[HEX_BYTES];
     for (int state = 0; state < (l->weights_only ? 1 : (int)NUM_STATES); state++) {
-        for (int t = 0; t < s->num_tensors; t++) {
-            if (!tensor_is_first_piece(&s->tensors[t])) continue;
-            state_name(name, &s->tensors[t], state);
+        for (int i = 0; i < s->num_tensors; i++) {
+            const Tensor* t = &s->tensors[i];
+            if (!tensor_is_first_piece(t) || !state_is_kept(l->zero, state, t)) continue;
+            state_name(name, t, state);
             const char* want = json_string(tensors, name, l->folder);
-            ENSURE(strcmp(want, hex_text(l->sums[state * s->num_tensors + t], hex)) == 0,
+            ENSURE(strcmp(want, hex_text(l->sums[state * s->num_tensors + i], hex)) == 0,
                    "%s/%s.safetensors: tensor %s is not as it was written: its checksum is %s, state.json says %s",
                    l->folder, state == STATE_WEIGHTS ? "model" : "optimizer", name, hex, want);
         }
@@ -338,8 +351,8 @@ static void load_verify(void* arg)
 }
 
 /* Weights, and unless state is null optimizer states and counters, from a checkpoint, each rank its own. False, with a
- * sentence in `why`, the same on every rank, if something is missing or damaged; what was read is then of no use.
- * read_bytes: of tensors, by this rank. */
+ * sentence in `why`, the same on every rank, if it is damaged; what was read is then of no use. One that is whole but
+ * of another model or optimizer is refused. read_bytes: of tensors, by this rank. */
 static bool checkpoint_load(Zero* z, const char* folder, bool tied, RunState* state, size_t* read_bytes,
                             char (&why)[1024])
 {
@@ -347,7 +360,12 @@ static bool checkpoint_load(Zero* z, const char* folder, bool tied, RunState* st
     size_t num_sums = (size_t)NUM_STATES * z->shard->num_tensors;
     l.sums = (uint64_t*)malloc_checked(num_sums * sizeof *l.sums);
     memset(l.sums, 0, num_sums * sizeof *l.sums);
-    bool well = comm_all_well(z->comm, attempt(load_own, &l, why), why);
+    bool well = comm_all_well(z->comm, attempt(load_open, &l, why), why);
+    if (well) l.read_bytes = weights_read(z, folder, tied, l.sums);
+    if (well && state != nullptr) {
+        load_counters(&l);
+        load_optimizer(&l);
+    }
     if (well && zero_slices_states(z)) comm_sum_host(z->comm, l.sums, num_sums);
     well = well && comm_all_well(z->comm, attempt(load_verify, &l, why), why);
     if (well) zero_params_loaded(z);

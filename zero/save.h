@@ -57,8 +57,12 @@ static void saver_plan(Saver* s, Zero* z, Plan* plan)
 {
     *s = Saver{};
     s->zero = z;
-    for (int state = 0; state < NUM_STATES; state++)
-        plan_add(plan, "states being saved", Place::HOST, &s->values[state], z->shard->num_elems / z->shard->num_ranks);
+    for (int state = 0; state < NUM_STATES; state++) {
+        bool kept = false;
+        for (int t = 0; t < z->shard->num_tensors; t++) kept = kept || state_is_kept(z, state, &z->shard->tensors[t]);
+        size_t elems = kept ? z->shard->num_elems / z->shard->num_ranks : 0;
+        plan_add(plan, "states being saved", Place::HOST, &s->values[state], elems);
+    }
 }
 
 /* Where the copy of element `flat` of tensor t is, which is in this rank's slice. */
@@ -110,6 +114,7 @@ static void save_write(Saver* s)
         int t_idx = i % shard->num_tensors;
         uint64_t* sums = s->sums + state * shard->num_tensors;
         const Tensor* t = &shard->tensors[t_idx];
+        if (!state_is_kept(s->zero, state, t)) continue;
         Range part = tensor_part(t, shard_slice(shard, t->unit, s->zero->comm->rank));
         const SafeTensors* files = state == STATE_WEIGHTS ? s->weights : s->optimizer;
         const float* values = state_saved(s, state, t, part.first);
@@ -218,7 +223,7 @@ static void states_copy(Saver* s)
         int state = i / z->shard->num_tensors;
         const Tensor* t = &z->shard->tensors[i % z->shard->num_tensors];
         Range part = tensor_part(t, shard_slice(z->shard, t->unit, z->comm->rank));
-        if (part.count > 0)
+        if (part.count > 0 && state_is_kept(z, state, t))
             CUDA_CHECK(cudaMemcpyAsync(state_saved(s, state, t, part.first), state_at(z, state, t->unit, part.first),
                                        part.count * sizeof(float), cudaMemcpyDeviceToHost, z->d2h));
     }
@@ -237,7 +242,7 @@ static void saver_begin(Saver* s, const RunState* state)
     snprintf(file, sizeof file, "%s/model.safetensors", s->temporary);
     s->weights = weights_plan(shard, file, SafeDtype::F32, MAX_FILE_BYTES);
     snprintf(file, sizeof file, "%s/optimizer.safetensors", s->temporary);
-    s->optimizer = optimizer_plan(shard, file);
+    s->optimizer = optimizer_plan(s->zero, file);
     memset(s->sums, 0, (size_t)NUM_STATES * shard->num_tensors * sizeof *s->sums);
     states_copy(s);
     saver_enter(s, SavePhase::CREATE);
