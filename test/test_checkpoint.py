@@ -65,16 +65,18 @@ def run_and_kill(args, ranks, device, chance):
         said += line
         if line.startswith("step "):
             break
-    time.sleep(chance.random() * 0.3)
+    wait_s = chance.random() * 0.3
+    time.sleep(wait_s)
     victims = ranks_of(process, ranks)
-    for pid in victims if ranks == 1 or chance.random() < 0.7 else [chance.choice(victims)]:
+    victims = victims if ranks == 1 or chance.random() < 0.7 else [chance.choice(victims)]
+    for pid in victims:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
     said += process.stdout.read()
     assert process.wait(timeout=60) != 0, said
-    return said
+    return said, f"{len(victims)} of {ranks} ranks killed {1000 * wait_s:.0f} ms after the first step"
 
 
 @pytest.mark.parametrize("ranks,stage", [(1, 0), (3, 2)])
@@ -83,13 +85,15 @@ def test_killed(tmp_path, ranks, stage):
     chance, out, reached = random.Random(ranks), tmp_path / "run", 0
     layout = ["-z", stage, "-b", 12 // ranks, "--timeout", 20]
     args = flags(tmp_path, 100000, *layout, "--save-every", 1, "--keep", 3, "--resume", "auto", "-o", out)
-    for _ in range(50 if FULL else 4):
-        said = run_and_kill(args, ranks, "cpu", chance)
+    for i in range(50 if FULL else 4):
+        said, what = run_and_kill(args, ranks, "cpu", chance)
         resumed = re.search(r"^resume .*: step (\d+),", said, re.M)
         assert int(resumed[1]) if resumed else 0 >= reached, said
         assert "damaged" not in said
         newest = max([int(name[5:]) for name in checkpoints(out) if name[5:].isdigit()], default=0)
         assert newest >= reached
+        print(f"{i + 1}: from {resumed[1] if resumed else 'nothing'} on; {what}; step {newest} is complete, there are "
+              f"{' '.join(checkpoints(out))}")
         reached = newest
     args[args.index(100000)] = reached + 3
     train_gpt(*args, ranks=ranks, OMP_NUM_THREADS="1")
