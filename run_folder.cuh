@@ -260,24 +260,6 @@ static void repeat_say(const Run* run, const char* hash)
 }
 
 // ------------------------------------------------------------------------------------------------------------- log
-/* "memory": {"device": {label: MiB, ...}, "host": {...}}: the plan, per rank. */
-static void log_plan(RunLog* log, const Plan* p)
-{
-    log_key(log, "memory");
-    log_begin(log);
-    for (Place place : {Place::DEVICE, Place::HOST}) {
-        log_key(log, place == Place::DEVICE ? "device" : "host");
-        log_begin(log);
-        for (int i = 0; i < p->num_rows; i++) {
-            size_t bytes = plan_label_bytes(p, i);
-            if (p->rows[i].place == place && bytes > 0) log_real(log, p->rows[i].label, bytes / 1048576.0);
-        }
-        fputc('}', log->f);
-        log->first_member = false;
-    }
-    fputc('}', log->f);
-}
-
 static void log_start(Run* run, const char* version, const char* model_name)
 {
     if (!run->flags->out[0] || run->comm.rank != 0) return;

@@ -9,11 +9,12 @@
  * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
  * choices.cuh      multiple choice           zero/save.h                 written while training goes on
  * run_folder.cuh   log, save, resume         kernels/device.cuh          the device
- *                                            ds_config.h ds_keys.h       DeepSpeed's JSON as flags
+ * environment.cuh  what --report prints      ds_config.h ds_keys.h       DeepSpeed's JSON as flags
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"
 #include "ds_config.h"
+#include "environment.cuh"
 #include "choices.cuh"
 #include "generate.cuh"
 #include "run_folder.cuh"
@@ -21,13 +22,13 @@
 
 #define VERSION "0.1.0"
 #if defined(DEVICE_CUDA)
-#define DEVICE_NAME "cuda"
+#define DEVICE_KIND "cuda"
 #elif defined(DEVICE_EMU)
-#define DEVICE_NAME "emu"
+#define DEVICE_KIND "emu"
 #else
-#define DEVICE_NAME "cpu"
+#define DEVICE_KIND "cpu"
 #endif
-static const char build_text[] = "compiled " __DATE__ " with " __VERSION__ ", device " DEVICE_NAME;
+#define VERSION_LINE VERSION ", compiled " __DATE__ " with " __VERSION__ ", device " DEVICE_KIND
 
 void run_all_fp32(const Flags* f, Comm* comm);   // one in each object
 void run_all_bf16(const Flags* f, Comm* comm);
@@ -384,7 +385,17 @@ static void say_sample(Run* run)
         loader_next(run->val, run->h_tokens[0], run->h_targets[0]);
         if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens[0], num_ids * sizeof(int));
         SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
-        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids);
+        JsonText heard = {};
+        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids, &heard);
+        if (heard.text != nullptr) {
+            char* valid = text_as_utf8(heard.text, heard.length);
+            log_begin(&run->log);
+            log_int(&run->log, "step", (long long)run->step);
+            log_text(&run->log, "sample", valid);
+            log_end(&run->log);
+            free(valid);
+        }
+        json_text_free(&heard);
     }
     comm_barrier_idle(&run->comm);
 }
@@ -515,7 +526,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
     } else {
         signals_begin();
         save_start(run);
-        record_start(run, VERSION, build_text, model_name);
+        record_start(run, VERSION, VERSION_LINE, model_name);
         log_start(run, VERSION, model_name);
         train(run);
         if (run->has_val && f->sample_tokens > 0 && run->ask != Ask::END && run->num_steps > 0) say_sample(run);
@@ -561,20 +572,27 @@ static const struct { const char* name; decltype(run_all_fp32)* run_all; } preci
 #endif
 };
 
+static const char* precisions_have(char (&have)[32])
+{
+    have[0] = 0;
+    for (const auto& p : precisions)
+        snprintf(have + strlen(have), sizeof have - strlen(have), "%s%s", have[0] ? " " : "", p.name);
+    return have;
+}
+
 static decltype(run_all_fp32)* precision_find(const char* name)
 {
-    char have[32] = "";
-    for (const auto& p : precisions) {
-        if (strcmp(p.name, name) == 0) return p.run_all;
-        snprintf(have + strlen(have), sizeof have - strlen(have), " %s", p.name);
-    }
-    die_usage("-p %s is not in this binary, have%s: build it in with make PREC='%s'", name, have, name);
+    char have[32];
+    for (const auto& p : precisions) if (strcmp(p.name, name) == 0) return p.run_all;
+    die_usage("-p %s is not in this binary, have %s: build it in with make PREC='%s'", name, precisions_have(have),
+              name);
 }
 
 int main(int argc, char** argv)
 {
     Flags flags;
     Comm comm;
+    char have[32];
     die_rank = comm_launcher_rank();
     flags_parse(&flags, argc, argv);
     cJSON* repeated = repeat_flags(&flags);
@@ -588,9 +606,10 @@ int main(int argc, char** argv)
     }
     auto run_all = precision_find(flags.precision);
     refuse_what_is_not_there(&flags);
-    if (flags.help || flags.version) {
+    if (flags.help || flags.version || flags.report) {
         if (die_rank == 0 && flags.help) flags_help(stdout);
-        if (die_rank == 0 && flags.version) printf("train_gpt " VERSION ", %s\n", build_text);
+        if (die_rank == 0 && flags.version) printf("train_gpt " VERSION_LINE "\n");
+        if (die_rank == 0 && flags.report) environment_print(VERSION_LINE, precisions_have(have));
         return 0;
     }
     comm_init(&comm);
