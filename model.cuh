@@ -24,7 +24,7 @@
 #include "kernels/rmsnorm.cuh"
 #include "kernels/rope.cuh"
 #include "kernels/swiglu.cuh"
-#include "zero/stages.h"
+#include "zero/offload.h"
 
 // ---------------------------------------------------------------------------------------------------------- Config
 enum class Family { GPT2, LLAMA };
@@ -477,6 +477,8 @@ typedef struct Model {
     bool walks_vocab;         // stage 3: the pieces of wte and head are gathered one after another, and released
     Recompute recompute;
     int segment_layers;       // BLOCKS
+    bool offloads;            // BLOCKS: the inputs of the segments lie in host memory, two of them on the device
+    Offload inputs;
     int* visits;              // (num_visits) units in the order of their use in a micro-step
     int num_visits;
     int B, T;                 // largest micro-batch; a call may use less
@@ -527,6 +529,10 @@ static size_t kept_layers(const Model* m, Recompute level)
 }
 
 static size_t num_segments(const Model* m) { return ceil_div(m->config.L, m->segment_layers); }
+static bool starts_segment(const Model* m, int layer) { return layer % m->segment_layers == 0; }
+
+/* Inputs of segments that lie on the device. */
+static size_t num_segment_inputs(const Model* m) { return m->offloads ? (size_t)OFFLOAD_BUFFERS : num_segments(m); }
 
 static Block model_block(const Model* m, int layer)
 {
@@ -536,7 +542,8 @@ static Block model_block(const Model* m, int layer)
     size_t attention = layer % kept_layers(m, Recompute::ATTENTION), stream = layer % kept_layers(m, Recompute::BLOCKS);
     size_t input = layer;
     if (m->recompute == Recompute::BLOCKS)   // inputs of the segments, then those inside a segment
-        input = layer % segment == 0 ? layer / segment : num_segments(m) + layer % segment - 1;
+        input = starts_segment(m, layer) ? layer / segment % num_segment_inputs(m)
+                                         : num_segment_inputs(m) + layer % segment - 1;
     Block a;
     a.residual = m->residual + input * NC;
     a.norm_1 = m->norm_1 + cheap * NC;
@@ -565,7 +572,8 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     const Place D = Place::DEVICE;
     size_t cheap = N * kept_layers(m, Recompute::CHEAP), mlp = N * kept_layers(m, Recompute::MLP);
     size_t attention = N * kept_layers(m, Recompute::ATTENTION), inputs = LN;
-    if (m->recompute == Recompute::BLOCKS) inputs = N * (num_segments(m) + m->segment_layers - 1);
+    if (m->recompute == Recompute::BLOCKS) inputs = N * (num_segment_inputs(m) + m->segment_layers - 1);
+    if (m->offloads) offload_plan(&m->inputs, plan, "inputs of blocks", (int)num_segments(m), N * C * sizeof(floatX));
     plan_add(plan, label, D, &m->residual, inputs * C);
     plan_add(plan, label, D, &m->residual_2, N * kept_layers(m, Recompute::BLOCKS) * C);
     for (floatX** p : {&m->norm_1, &m->norm_2}) plan_add(plan, label, D, p, cheap * C);
@@ -603,6 +611,7 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
 /* After plan_allocate: tables. */
 static void model_start(Model* m)
 {
+    if (m->offloads) offload_start(&m->inputs, m->residual, m->zero->compute, m->zero->overlap);
     if (!is_llama(m)) return;
     size_t elems = (size_t)m->T * m->config.HS;
     float* h_table = (float*)malloc_checked(elems * sizeof(float));

@@ -149,7 +149,8 @@ def test_any_order_of_streams(tmp_path, in_order, stage, seed):
 
 
 def order_run(folder, stage, seed):
-    args = [*start(folder, gpt2_config(97, 8, 8, L=4, NH=1), 3), "-b", 1, "-g", 2, "-z", stage]
+    args = [*start(folder, gpt2_config(97, 8, 8, L=4, NH=1), 3), "-b", 1, "-g", 2, "-z", stage,
+            "-r", "block", "--offload", "activations"]
     return train_gpt(*args, ranks=3, device="emu", out=folder / "run", EMU_SEED=str(seed))
 
 
@@ -327,6 +328,37 @@ def test_recompute(tmp_path, config, stage):
         assert_bits(run, reference)
         planned.append(activations(run))
     assert planned[:5] == sorted(planned[:5], reverse=True)
+
+
+@pytest.mark.parametrize("level,stage", [("block", 3), ("2", 0)])
+def test_offload(tmp_path, device, level, stage):
+    """The blocks' inputs in host memory: the bits of none, all but two of them there, by the plan's list."""
+    args = [*start(tmp_path, steps=3), *batch(2), "-z", stage, "-r", level, "--eval-every", 2]
+    run = {"ranks": 2, "device": device}
+    here = train_gpt(*args, **run, out=tmp_path / "here")
+    for i, flags in enumerate([[], ["--overlap", 0]]):
+        there = train_gpt(*args, *flags, "--offload", "activations", **run, out=tmp_path / f"there{i}",
+                          EMU_SEED=str(3 + i))
+        assert_bits(there, here)
+        assert there.series("val_loss") == here.series("val_loss")
+
+
+@pytest.mark.parametrize("level,segments", [("block", 8), ("3", 3)])
+def test_offload_plan(level, segments):
+    """d8 at 4 x 256: an input has 4*256*512 elements of fp32, 2 MiB. All but two are away, here and there to the byte."""
+    args = ["--plan", "-m", "d8", "-b", 4, "-t", 256, "-r", level]
+    here, there = (train_gpt(*args, *flags).out for flags in ([], ["--offload", "activations"]))
+    away = 2.0 * (segments - 2)
+    assert float(re.search(r"  inputs of blocks +([\d.]+) MiB", there)[1]) == away
+    assert "inputs of blocks" not in here
+    assert plan_rows(here)["activations"] - plan_rows(there)["activations"] == pytest.approx(away, abs=0.11)
+
+
+def test_offload_needs_blocks(tmp_path):
+    refused = train_gpt(*start(tmp_path), "--offload", "activations", ok=False)
+    assert refused.code == 2 and "-r block" in refused.complaint[0]
+    refused = train_gpt(*start(tmp_path), "--offload", "optimizer", ok=False)
+    assert refused.code == 2 and "activations" in refused.complaint[0]
 
 
 def activations(run):
