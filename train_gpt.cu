@@ -29,6 +29,10 @@ void run_all_fp16(const Flags* f, Comm* comm);
 #define RUN_ALL run_all_fp32
 #endif
 
+#ifdef PREC_BF16
+size_t device_bytes_bf16(const Run* run, Setting s) { return setting_estimate(run, s).device_bytes; }
+#endif
+
 // ------------------------------------------------------------------------------------------------ what is printed
 /* Time of a step; with --plan also what other settings take, and whether this one fits. */
 static void print_estimate(const Run* run)
@@ -497,8 +501,11 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
     batch_arithmetic(run, run->comm.num_ranks);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
-    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G};
+    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
+    run->setting.offloads = strcmp(f->offload, "activations") == 0;
+    if (run->setting.offloads && run->setting.recompute != Recompute::BLOCKS && !f->auto_)
+        die_usage("--offload activations moves the inputs that -r block or -r K keeps: give one of them");
     if (f->auto_) setting_choose(run, device_free_bytes(run));
     if (run->train_set.num_files > 0) open_loaders(run);
     run->config = step_config(run);
@@ -546,6 +553,7 @@ static void run_free(Run* run)
     for (cudaEvent_t event : {run->batch_copied[0], run->batch_copied[1], run->step_begun[0], run->step_begun[1],
                               run->step_ended[0], run->step_ended[1]})
         CUDA_CHECK(cudaEventDestroy(event));
+    if (run->model.offloads) offload_free(&run->model.inputs);
     zero_free(&run->zero);
     plan_ensure_held(&run->plan, "at the end");
     plan_run_free(run);
