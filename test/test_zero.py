@@ -493,13 +493,13 @@ def test_plans_of_the_readme():
     assert "does not fit" in out and out.split("does not fit")[1].split("output")[0] in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("micro_steps", [1, 3])
-def test_wire_within_the_table(tmp_path, stage, micro_steps):
-    """At most the elements of SEMANTICS' table times (R-1)/R, padding aside."""
-    out = train_gpt("--plan", "-m", "d8", "-z", stage, "--ranks", 8, "-g", micro_steps).out
+@pytest.mark.parametrize("stage,micro_steps,ranks,name",
+                         pairwise([0, 1, 2, 3], [1, 3], [2, 7, 64], ["d8", "llama-60m"]))
+def test_wire_within_the_table(tmp_path, stage, micro_steps, ranks, name):
+    """At most the elements of SEMANTICS' table times (R-1)/R, padding aside; llama-60m's vocabulary is in pieces."""
+    out = train_gpt("--plan", "-m", name, "-z", stage, "--ranks", ranks, "-g", micro_steps).out
     grads, params = map(float, re.search(r"of gradients ([\d.]+), all-gather of parameters ([\d.]+)", out).groups())
-    psi = float(re.search(r"([\d.]+)M parameters", out)[1]) * 1e6 * 4 * 7 / 8 / 2**20
+    psi = float(re.search(r"([\d.]+)M parameters", out)[1]) * 1e6 * 4 * (ranks - 1) / ranks / 2**20
     at_most = {0: (2, 0), 1: (1, 1), 2: (micro_steps, 1), 3: (micro_steps, 2 * micro_steps)}[stage]
     assert 0 < grads <= at_most[0] * psi * 1.01 and params <= at_most[1] * psi * 1.01
 
@@ -551,13 +551,16 @@ def test_budget_between_the_stages(tmp_path):
 
 
 # ---- no hang, no doubt ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_deterministic(tmp_path, device, stage):
     """Sums in rank order: the same bits over repeats, overlap, buckets, recomputation, resume. Replicas agree."""
     args = [*start(tmp_path, steps=8), *batch(3), "-z", stage, "--deterministic", "--check-replicas", 2]
     run = {"ranks": 3, "device": device}
     reference = train_gpt(*args, "--save-every", 4, **run, out=tmp_path / "reference")
-    more = [[], ["--overlap", 0, "--reduce-bucket", 15000], ["-r", "block", "--gather-bucket", 15000]]
+    if stage == 1 and device == "emu" and not FULL:
+        pytest.skip("stages 0, 2 and 3 there; --full runs all")
+    more = [[], ["--overlap", 0, "--reduce-bucket", 15000],
+            ["-r", "block", "--offload", "activations", "--gather-bucket", 15000]]
     for i, flags in enumerate(more):
         assert_bits(train_gpt(*args, *flags, **run, out=tmp_path / f"run{i}"), reference)
     rest = train_gpt("--resume", reference.checkpoint(4), *args[3:], **run, out=tmp_path / "rest")
