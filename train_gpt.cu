@@ -3,11 +3,12 @@
  * data/error.h     ENSURE, die               data/tokens.h loader.h      shards and the batches made of them
  * flags.h          every option              data/tokenizer.h            text <-> tokens
  * run.cuh fit.cuh  a run and its set-up      data/run_log.h              log.jsonl
+ * rates.h          rates of each tensor      zero/update.h               the end of a step
  * model.cuh        the models, one block     zero/stages.h               who keeps what, when it moves, the step
  * passes.cuh       forward and backward      zero/weights.h init.h       weights: read, written, made
  * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
  * choices.cuh      multiple choice           kernels/device.cuh          the device
- * shapes.cuh       shapes: presets, configs    ds_config.h ds_keys.h       DeepSpeed's JSON as flags
+ * shapes.cuh       presets and configs       ds_config.h ds_keys.h       DeepSpeed's JSON as flags
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"
@@ -84,12 +85,16 @@ static void print_start(Run* run, const char* model_name)
         run->train == nullptr ? 0 : (double)run->num_steps * run->global_batch / run->train->num_windows,
         run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
+    if (run->comm.rank == 0) rates_print(f, stdout);
     WireBytes wire = zero_wire_bytes(&run->zero);
+    char optimizer_wire[64] = "";
+    if (wire.optimizer > 0)
+        snprintf(optimizer_wire, sizeof optimizer_wire, ", %s %zu bytes", f->optimizer, wire.optimizer);
     const char* collective = run->setting.stage == 0 ? "all-reduce" : "reduce-scatter";
     SAY("ZeRO    stage %d, -r %s | %.2f MiB sent per step and rank: %s of gradients %.2f, all-gather of parameters "
-        "%.2f, all-reduce of sums %zu bytes | %s\n", run->setting.stage, recompute_name(run->setting, level),
+        "%.2f, all-reduce of sums %zu bytes%s | %s\n", run->setting.stage, recompute_name(run->setting, level),
         wire_bytes_per_step(run) / 1048576.0, collective, wire.gradients / 1048576.0, wire.parameters / 1048576.0,
-        wire.sums, f->overlap ? "overlapped" : "not overlapped");
+        wire.sums, optimizer_wire, f->overlap ? "overlapped" : "not overlapped");
     if (run->comm.rank == 0) plan_print(&run->plan, stdout);
     print_estimate(run);
     if (!f->out[0]) SAY("output  none (-o FOLDER keeps log and checkpoints)\n");
@@ -189,10 +194,8 @@ static void train_step(Run* run)
         model_train_micro(&run->model, run->B, run->T, dloss, micro, run->G);
         print_bar(run, micro);
     }
-    const Flags* f = run->flags;
-    AdamwConfig adamw = {(float)f->beta1, (float)f->beta2, (float)f->eps, (float)f->weight_decay};
     zero_step_ask(&run->zero, signals_take());
-    zero_step_end(&run->zero, run->config, adamw, slot);
+    zero_step_end(&run->zero, run->config, optimizer_config(run->flags), slot);
     run->step_asked_bytes += run->comm.asked_bytes - asked_before;
     CUDA_CHECK(cudaEventRecord(run->step_ended[slot], run->zero.compute));
 }
@@ -501,6 +504,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
     batch_arithmetic(run, run->comm.num_ranks);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
+    rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
     run->setting.offloads = strcmp(f->offload, "activations") == 0;
@@ -614,6 +618,7 @@ static void refuse_what_is_not_there(const Flags* f)
         for (FlagIdx idx : {FLAG_loss_scale, FLAG_initial_scale_power, FLAG_loss_scale_window, FLAG_hysteresis,
                             FLAG_min_loss_scale, FLAG_consecutive_hysteresis})
             if (f->given[idx]) die_usage("%s is for -p fp16: leave it out", flag_long_name(&flag_rows[idx], name));
+    rates_refuse(f);
     if (f->given[FLAG_gpu] && !f->plan) die_usage("--gpu goes with --plan; a run takes the GPU that is here");
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
     if ((f->given[FLAG_export_dtype] || f->given[FLAG_shard_bytes]) && !f->given[FLAG_export_])

@@ -292,6 +292,27 @@ static void comm_all_gather(Comm* c, void* data, const void* own, size_t n, nccl
     comm_has_asked(c, "what follows ncclAllGather", n);
 }
 
+/* n floats from one rank to another; both within a group. */
+static void comm_send(Comm* c, const float* data, size_t n, int to, cudaStream_t stream)
+{
+    watch_collective(c->watch, "ncclSend", n);
+    c->asked_bytes += n * sizeof(float);
+#ifndef NO_NCCL
+    NCCL_CHECK(ncclSend(data, n, ncclFloat32, to, c->nccl, stream));
+#else
+    (void)data; (void)to; (void)stream;
+#endif
+}
+static void comm_receive(Comm* c, float* data, size_t n, int from, cudaStream_t stream)
+{
+    watch_collective(c->watch, "ncclRecv", n);
+#ifndef NO_NCCL
+    NCCL_CHECK(ncclRecv(data, n, ncclFloat32, from, c->nccl, stream));
+#else
+    (void)data; (void)from; (void)stream;
+#endif
+}
+
 /* Collectives between the two are sent together. */
 static void comm_group_begin(Comm* c)
 {
