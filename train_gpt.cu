@@ -9,7 +9,8 @@
  * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
  * choices.cuh      multiple choice           zero/save.h                 written while training goes on
  * run_folder.cuh   log, save, resume         kernels/device.cuh          the device
- * environment.cuh  what --report prints      ds_config.h ds_keys.h       DeepSpeed's JSON as flags
+ * environment.cuh  what --report prints      shapes.cuh                  presets and configs
+ *                                            ds_config.h ds_keys.h       DeepSpeed's JSON as flags
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"
@@ -39,6 +40,10 @@ void run_all_fp16(const Flags* f, Comm* comm);
 #define RUN_ALL run_all_fp16
 #else
 #define RUN_ALL run_all_fp32
+#endif
+
+#ifdef PREC_BF16
+size_t device_bytes_bf16(const Run* run, Setting s) { return setting_estimate(run, s).device_bytes; }
 #endif
 
 // ------------------------------------------------------------------------------------------------ what is printed
@@ -433,8 +438,11 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     batch_arithmetic(run, run->comm.num_ranks);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
     rates_apply(&run->model.shard, f);
-    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G};
+    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
+    run->setting.offloads = strcmp(f->offload, "activations") == 0;
+    if (run->setting.offloads && run->setting.recompute != Recompute::BLOCKS && !f->auto_)
+        die_usage("--offload activations moves the inputs that -r block or -r K keeps: give one of them");
     if (f->auto_) setting_choose(run, device_free_bytes(run));
     if (run->train_set.num_files > 0) open_loaders(run);
     run->config = step_config(run);
@@ -479,6 +487,7 @@ static void run_free(Run* run)
                               run->step_ended[0], run->step_ended[1]})
         CUDA_CHECK(cudaEventDestroy(event));
     saver_free(&run->saver);
+    if (run->model.offloads) offload_free(&run->model.inputs);
     zero_free(&run->zero);
     plan_ensure_held(&run->plan, "at the end");
     plan_run_free(run);

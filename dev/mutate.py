@@ -59,6 +59,8 @@ LATE = (r"(__sync(?:threads|warp)\(\);)(\s+)(?=\S)(?!#|(?:for|if|while|return|br
 SPARED = {
     "zero/stages.h: cudaEventRecord(z->grad_ring_free[k], z->reduce)":
         "at start-up: no stream has been given anything yet, so on any of them the event is complete at once",
+    "zero/offload.h: cudaEventRecord(o->stored[k], o->d2h)": "the same",
+    "zero/offload.h: cudaEventRecord(o->loaded[k], o->h2d)": "the same",
     "zero/stages.h: CUDA_CHECK(cudaStreamSynchronize(z->compute));":
         "after a copy to pageable memory, which is complete when the call returns",
 }
@@ -262,7 +264,7 @@ LAYOUTS = [
     ("stage 1", "fp32", 2, ["-z", 1, "-b", 1, "-g", 2, "-n", 3]),
     ("stage 0", "fp32", 2, ["-z", 0, "-b", 1, "-g", 2, "-n", 3]),
     ("stage 2, resumed", "fp32", 2, ["-z", 2, "-b", 1, "-g", 1, "-n", 2, "--save-every", 1]),
-    ("one rank", "fp32", 1, ["-z", 0, "-b", 2, "-g", 2, "-n", 4]),
+    ("one rank", "fp32", 1, ["-z", 0, "-b", 2, "-g", 2, "-n", 4, "-r", "block", "--offload", "activations"]),
     ("stage 3, resumed", "bf16", 2, ["-z", 3, "-b", 1, "-g", 1, "-n", 2, "--save-every", 1]),
 ]
 
