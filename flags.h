@@ -55,6 +55,9 @@
     F(REAL,   muon_lr,        0,  0.02,      0, 1e3, "muon: peak learning rate of hidden matrices") \
     F(TEXT,   param_group,    0,  "",        0, 0, "rates of tensors by name: PATTERN:lr=FACTOR,wd=DECAY;PATTERN:... (shell patterns, a later one wins)") \
     F(REAL,   clip,           0,  1.0,       0, 1e30, "largest global gradient norm; 0 = off") \
+    F(REAL,   spike_deviations, 0, 6,        0, 1e6, "say so when loss or norm is so many standard deviations above its running mean; 0 = never") \
+    F(INT,    spike_window,   0,  100,       2, 1 << 30, "steps that the running mean and deviation look back") \
+    F(SWITCH, spike_skip,     0,  false,     0, 0, "such a step changes nothing, as one with an Inf or NaN") \
     F(ONEOF,  schedule,       0,  "cosine",  "constant|linear|cosine|wsd|wsd-sqrt|warmup-log|onecycle|lr-range-test", 0, "learning rate over the steps") \
     F(INT,    warmup,         0,  -1,       -1, INT64_MAX, "warm-up steps; -1 = 2 % of the steps, at most 700, and half of them for onecycle") \
     F(REAL,   decay,          0,  0.2,       0, 1, "wsd: last share of the steps that falls") \
@@ -68,6 +71,7 @@
     F(ONEOF,  on_save_error,  0,  "continue", "continue|stop", 0, "a checkpoint that cannot be written (full disk): go on training, or stop") \
     F(TEXT,   resume,         0,  "",        0, 0, "checkpoint, or run folder and its newest complete checkpoint; auto = the one of -o if there is one") \
     F(TEXT,   repeat,         0,  "",        0, 0, "run folder: do that run again, as its run.json says; only -o goes with it") \
+    F(SWITCH, elastic,        0,  false,     0, 0, "with --resume: the checkpoint's global batch on any number of ranks; -g follows, -b is the most") \
     F(SWITCH, from_scratch,   0,  false,     0, 0, "take only config.json from the folder given with -m") \
     F(INT,    log_every,      0,  1,         1, INT64_MAX, "print every so many steps (the log file has all)") \
     F(INT,    hash_every,     0,  0,         0, INT64_MAX, "state hash into the log every so many steps; always at checkpoints and the end") \

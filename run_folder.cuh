@@ -70,6 +70,7 @@ static void save(Run* run)
     state.val_due = run->val_due;
     state.num_applied = last->num_applied;
     state.num_skipped = last->num_skipped;
+    state.spikes = last->spikes;
     state.has_loss_scale = is_fp16();
     state.loss_scale = last->loss_scale;
     state.num_good_steps = last->num_good_steps;
@@ -158,6 +159,7 @@ static void resume(Run* run, char (&folder)[4096])
     StepState device_state = step_state_init(run->config, first_loss_scale(run->flags));
     device_state.num_applied = state.num_applied;
     device_state.num_skipped = state.num_skipped;
+    device_state.spikes = state.spikes;
     if (run->config.dynamic_loss_scale && state.has_loss_scale) {
         device_state.loss_scale = state.loss_scale;
         device_state.num_good_steps = state.num_good_steps;
