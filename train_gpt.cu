@@ -548,8 +548,8 @@ void RUN_ALL(const Flags* f, Comm* comm)
     } else {
         signals_begin();
         save_start(run);
-        record_start(run, VERSION, VERSION_LINE, model_name);
         log_start(run, VERSION, model_name);
+        record_start(run, VERSION, VERSION_LINE, model_name);
         train(run);
         if (run->has_val && f->sample_tokens > 0 && run->ask != Ask::END && run->num_steps > 0) say_sample(run);
     }
