@@ -26,7 +26,7 @@ static void write_small_files(const char* folder, void* context)
 static void write_checkpoint_files(const char* folder, void* context)
 {
     const RunLog* log = &((Run*)context)->log;
-    if (log->f != nullptr) ENSURE(fsync(fileno(log->f)) == 0, "%s: cannot be synced: %s", log->path, strerror(errno));
+    if (log->f != nullptr) ENSURE(fsync(log->fd) == 0, "%s: cannot be synced: %s", log->path, strerror(errno));
     write_small_files(folder, context);
 }
 

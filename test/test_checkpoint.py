@@ -162,6 +162,15 @@ def test_full_disk(tmp_path, small_disk, ranks):
     assert rest.series("loss") == whole.series("loss")
 
 
+def test_full_disk_and_the_log(tmp_path, small_disk):
+    """No room for a line: said once, training goes on; what is in the file are whole lines."""
+    (small_disk / "filler").write_bytes(bytes(2**21 - 3 * 4096))
+    run = train_gpt(*flags(tmp_path, 80, "-b", 1), out=small_disk / "run", ok=False)
+    assert run.code == 1 and "step 80/80" in run.out and len(run.complaint) == 2
+    assert "log.jsonl: cannot be written" in run.complaint[0] and "step_00000080 is not saved" in run.complaint[1]
+    assert [entry["step"] for entry in lines_of(run.folder)] == list(range(1, len(lines_of(run.folder)) + 1))
+
+
 # ---- flipped bits -----------------------------------------------------------------------------------------------
 def flip(path, place):
     """One bit of the byte at `place`."""
