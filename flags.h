@@ -42,6 +42,9 @@
     F(ONEOF,  offload,        0,  "none",    "none|activations", 0, "kept in host memory: activations = the blocks' inputs of -r block or K, two of them on the device") \
     F(SWITCH, deterministic,  0,  false,     0, 0, "gradients are summed in rank order: the same bits whatever NCCL does") \
     F(INT,    check_replicas, 0,  0,         0, INT64_MAX, "every so many steps: do all ranks hold the same parameters? 0 = never") \
+    F(REAL,   spike_deviations, 0, 6,        0, 1e6, "say so when loss or norm is so many standard deviations above its running mean; 0 = never") \
+    F(INT,    spike_window,   0,  100,       2, 1 << 30, "steps that the running mean and deviation look back") \
+    F(SWITCH, spike_skip,     0,  false,     0, 0, "such a step changes nothing, as one with an Inf or NaN") \
     F(REAL,   timeout,        0,  600,       0, 1e9, "seconds without progress after which a rank says where it waits and ends the run; 0 = never") \
     F(INT,    seed,          's', 42,        0, INT64_MAX, "seed of the initial weights, the data order and the samples") \
     F(ONEOF,  optimizer,      0,  "adamw",   "adamw|adam|sgd|lamb|lion|adagrad|muon", 0, "optimizer; muon is for hidden matrices, the rest goes by adamw") \
@@ -55,9 +58,6 @@
     F(REAL,   muon_lr,        0,  0.02,      0, 1e3, "muon: peak learning rate of hidden matrices") \
     F(TEXT,   param_group,    0,  "",        0, 0, "rates of tensors by name: PATTERN:lr=FACTOR,wd=DECAY;PATTERN:... (shell patterns, a later one wins)") \
     F(REAL,   clip,           0,  1.0,       0, 1e30, "largest global gradient norm; 0 = off") \
-    F(REAL,   spike_deviations, 0, 6,        0, 1e6, "say so when loss or norm is so many standard deviations above its running mean; 0 = never") \
-    F(INT,    spike_window,   0,  100,       2, 1 << 30, "steps that the running mean and deviation look back") \
-    F(SWITCH, spike_skip,     0,  false,     0, 0, "such a step changes nothing, as one with an Inf or NaN") \
     F(ONEOF,  schedule,       0,  "cosine",  "constant|linear|cosine|wsd|wsd-sqrt|warmup-log|onecycle|lr-range-test", 0, "learning rate over the steps") \
     F(INT,    warmup,         0,  -1,       -1, INT64_MAX, "warm-up steps; -1 = 2 % of the steps, at most 700, and half of them for onecycle") \
     F(REAL,   decay,          0,  0.2,       0, 1, "wsd: last share of the steps that falls") \
