@@ -1,172 +1,440 @@
-/* optimizer.cuh: one step of AdamW, from the step's state (step.cuh).
- *   adamw_update:  g = grad * grad_scale * clip_coef
- *     m = beta1*m + (1-beta1)*g      v = beta2*v + (1-beta2)*g^2
- *     p = p*(1 - lr*weight_decay) - lr * (m/bias_correction1) / (sqrt(v/bias_correction2) + eps)
- * shapes  param (n) floatX; master m v grad (n) fp32
- * writes  param = master = m = v = (param is master rounded; in fp32 it is the master)
- * needs   any n; adamw_update_runs: up to 32 runs of elements, each with its weight decay, one after another
- * exact   each element by itself: same bits on every run and for any number of CPU threads
- * cost    fp32: reads p g m v, writes p m v, 28*n bytes; 16-bit param: 30*n. Judged against memory bandwidth
- * source  Loshchilov & Hutter 2017, arXiv:1711.05101 */
+/* optimizer.cuh: one step of an optimizer, from the step's state (step.cuh). g = grad * grad_scale * clip_coef,
+ * lr = the step's rate * the run's factor, wd the run's weight decay, bc = 1 - beta^t:
+ *   adamw    m = beta1*m + (1-beta1)*g   v = beta2*v + (1-beta2)*g^2
+ *            p = p*(1 - lr*wd) - lr*(m/bc1)/(sqrt(v/bc2) + eps)
+ *   adam     g += wd*p, then as adamw without its decay
+ *   sgd      g += wd*p   m = momentum*m + (1-dampening)*g   p -= lr*m, nesterov: lr*(g + momentum*m)
+ *   lamb     m and v as adamw   u = m/(sqrt(v) + eps) + wd*p   p -= lr * sqrt(bc2)/bc1 * ratio * u
+ *            ratio = clamp(|p|/|u|, 0.01, 10), 1 where either is 0: of the whole tensor, over all ranks
+ *   lion     c = beta1*m + (1-beta1)*g   p = p*(1 - lr*wd) - lr*sign(c)   m = beta2*m + (1-beta2)*g   sign(0) = 0
+ *   adagrad  g += wd*p   v += g^2   p -= lr*g/(sqrt(v) + eps)
+ *   muon     m = momentum*m + (1-momentum)*g   grad = g + momentum*(m - g)   [muon.cuh makes it orthogonal]
+ *            p = p*(1 - lr*wd) - lr*grad
+ * LAMB and Muon take two passes with something between them that sees whole tensors; each pass is a rule of its own.
+ * shapes  param (n) floatX; master m v grad (n) fp32, m and v where the rule has them; sums (tensors,2) double
+ * writes  param = master = m = v = (param is master rounded; in fp32 it is the master); MUON_MOMENTUM grad =;
+ *         lamb_norms sums +=
+ * needs   any n; up to 32 runs of elements, each with its rates, one after another
+ * exact   each element by itself, sums in a fixed order: same bits on every run and for any number of CPU threads
+ * cost    adamw in fp32 reads p g m v and writes p m v, 28*n bytes; a 16-bit param adds 2*n. adam the same; sgd, lion
+ *         and adagrad 8*n less; lamb 20*n and norms 12*n and 16*n; muon 16*n and 12*n. Judged against memory bandwidth
+ * source  AdamW: Loshchilov & Hutter 2017, arXiv:1711.05101. LAMB: You et al. 2019, arXiv:1904.00962, in DeepSpeed's
+ *         variant. Lion: Chen et al. 2023, arXiv:2302.06675. Adagrad: Duchi et al. 2011. Muon: Jordan 2024,
+ *         kellerjordan.github.io/posts/muon */
 #pragma once
 #include "step.cuh"
 
-struct AdamwFactors { float grad_coef, beta1, beta2, step_size, rsqrt_correction2, eps, decay; };
+// ---- the optimizers
 
-HOSTDEV AdamwFactors adamw_factors(const StepState* state, float weight_decay, float beta1, float beta2, float eps)
+enum class Optimizer { ADAMW, ADAM, SGD, LAMB, LION, ADAGRAD, MUON };
+
+/* What an optimizer keeps for each element, and its defaults where they are its own. */
+struct OptimizerRow {
+    const char* name;
+    Optimizer optimizer;
+    bool has_m, has_v;                               // Muon: v only for what is not a hidden matrix
+    double beta2, momentum, weight_decay;
+};
+
+static const OptimizerRow optimizer_rows[] = {
+    {"adamw", Optimizer::ADAMW, true, true, 0.95, 0, 0.1},
+    {"adam", Optimizer::ADAM, true, true, 0.95, 0, 0},
+    {"sgd", Optimizer::SGD, true, false, 0.95, 0.9, 0},
+    {"lamb", Optimizer::LAMB, true, true, 0.95, 0, 0.01},
+    {"lion", Optimizer::LION, true, false, 0.99, 0, 0.1},
+    {"adagrad", Optimizer::ADAGRAD, false, true, 0.95, 0, 0},
+    {"muon", Optimizer::MUON, true, true, 0.95, 0.95, 0.1},
+};
+
+/* flags.h lets no other name through. */
+static const OptimizerRow* optimizer_find(const char* name)
 {
-    AdamwFactors f;
+    for (const OptimizerRow& row : optimizer_rows)
+        if (strcmp(row.name, name) == 0) return &row;
+    return nullptr;
+}
+
+struct OptimizerConfig {
+    Optimizer optimizer;
+    float beta1, beta2, eps, momentum, dampening;
+    bool nesterov;
+};
+
+// ---- the rules
+
+/* A pass over the elements. */
+enum class Rule { ADAMW, ADAM, SGD, LAMB_STATES, LAMB_STEP, LION, ADAGRAD, MUON_MOMENTUM, MUON_STEP };
+
+HOSTDEV constexpr bool reads_grad(Rule r) { return r != Rule::LAMB_STEP; }
+HOSTDEV constexpr bool writes_grad(Rule r) { return r == Rule::MUON_MOMENTUM; }
+HOSTDEV constexpr bool reads_param(Rule r) { return r != Rule::LAMB_STATES && r != Rule::MUON_MOMENTUM; }
+HOSTDEV constexpr bool reads_m(Rule r) { return r != Rule::ADAGRAD && r != Rule::MUON_STEP; }
+HOSTDEV constexpr bool reads_v(Rule r)
+{
+    return r == Rule::ADAMW || r == Rule::ADAM || r == Rule::LAMB_STATES || r == Rule::LAMB_STEP || r == Rule::ADAGRAD;
+}
+HOSTDEV constexpr bool writes_states(Rule r) { return r != Rule::LAMB_STEP && r != Rule::MUON_STEP; }
+
+struct OptimizerFactors {
+    float grad_coef, beta1, beta2, step_size, rsqrt_correction2, eps, decay, momentum, dampening;
+    bool nesterov;
+};
+
+HOSTDEV constexpr bool decay_is_coupled(Rule r)
+{
+    return r == Rule::ADAM || r == Rule::SGD || r == Rule::LAMB_STEP || r == Rule::ADAGRAD;
+}
+
+/* The factor of p: in a step of its own, or within the gradient. */
+template <Rule rule> HOSTDEV float decay_factor(const StepState* state, float lr_factor, float weight_decay)
+{
+    return decay_is_coupled(rule) ? weight_decay : (float)(state->lr * (double)lr_factor * (double)weight_decay);
+}
+
+/* What p is moved by: lr, with the bias corrections that belong to it. LAMB's also takes the tensor's ratio. */
+template <Rule rule> HOSTDEV float step_factor(const StepState* state, float lr_factor, double ratio)
+{
+    const double lr = state->lr * (double)lr_factor;
+    if (rule == Rule::ADAMW || rule == Rule::ADAM) return (float)(lr / state->bias_correction1);
+    if (rule == Rule::LAMB_STEP) return (float)(lr * sqrt(state->bias_correction2) / state->bias_correction1 * ratio);
+    return (float)lr;
+}
+
+template <Rule rule> HOSTDEV OptimizerFactors optimizer_factors(const StepState* state, const OptimizerConfig& config,
+                                                                float lr_factor, float weight_decay, double ratio)
+{
+    OptimizerFactors f;
     f.grad_coef = (float)(state->grad_scale * state->clip_coef);
-    f.beta1 = beta1;
-    f.beta2 = beta2;
-    f.step_size = (float)(state->lr / state->bias_correction1);
+    f.beta1 = config.beta1;
+    f.beta2 = config.beta2;
+    f.step_size = step_factor<rule>(state, lr_factor, ratio);
     f.rsqrt_correction2 = (float)(1.0 / sqrt(state->bias_correction2));
-    f.eps = eps;
-    f.decay = (float)(state->lr * (double)weight_decay);
+    f.eps = config.eps;
+    f.decay = decay_factor<rule>(state, lr_factor, weight_decay);
+    f.momentum = config.momentum;
+    f.dampening = config.dampening;
+    f.nesterov = config.nesterov;
     return f;
 }
 
-/* Where the weight decay changes along a slice: run i ends before element end[i]. Given to the kernel by value. */
-static constexpr int ADAMW_MAX_RUNS = 32;
-struct AdamwRuns {
-    int num_runs;
-    float weight_decay[ADAMW_MAX_RUNS];
-    size_t end[ADAMW_MAX_RUNS];
-};
-
-/* Lengthens the runs to `end` elements. */
-static void adamw_runs_extend(AdamwRuns* runs, size_t end, float weight_decay)
+/* LAMB's ratio from the sums of p^2 and u^2 of a tensor. */
+HOSTDEV double lamb_ratio(const double* sums)
 {
-    if (runs->num_runs == 0 || runs->weight_decay[runs->num_runs - 1] != weight_decay) {
-        ENSURE(runs->num_runs < ADAMW_MAX_RUNS, "weight decay changes more than %d times in a slice", ADAMW_MAX_RUNS);
-        runs->weight_decay[runs->num_runs++] = weight_decay;
-    }
-    runs->end[runs->num_runs - 1] = end;
+    return sums[0] > 0.0 && sums[1] > 0.0 ? fmin(fmax(sqrt(sums[0] / sums[1]), 0.01), 10.0) : 1.0;
+}
+
+HOSTDEV float lamb_direction(float p, float m, float v, float eps, float weight_decay)
+{
+    return m / (sqrtf(v) + eps) + weight_decay * p;
 }
 
 /* The whole rule, for every build: the new parameter. Decay and step are added before p is rounded, so that a decay far
  * below p's last bit is not always rounded the same way. */
-HOSTDEV float adamw_element(float p, float g, float* m, float* v, AdamwFactors f)
+template <Rule rule> HOSTDEV float optimizer_element(float p, float* grad, float* m, float* v, OptimizerFactors f)
 {
-    g *= f.grad_coef;
+    if constexpr (rule == Rule::LAMB_STEP) return p - f.step_size * lamb_direction(p, *m, *v, f.eps, f.decay);
+    if constexpr (rule == Rule::MUON_STEP) return p - (f.decay * p + f.step_size * *grad);
+    float g = *grad * f.grad_coef;
+    if constexpr (rule == Rule::MUON_MOMENTUM) {
+        *m = f.momentum * *m + (1.0f - f.momentum) * g;
+        *grad = g + f.momentum * (*m - g);
+        return p;
+    }
+    if constexpr (decay_is_coupled(rule)) g += f.decay * p;
+    if constexpr (rule == Rule::SGD) {
+        *m = f.momentum * *m + (1.0f - f.dampening) * g;
+        return p - f.step_size * (f.nesterov ? g + f.momentum * *m : *m);
+    }
+    if constexpr (rule == Rule::LION) {
+        const float c = f.beta1 * *m + (1.0f - f.beta1) * g;
+        *m = f.beta2 * *m + (1.0f - f.beta2) * g;
+        return p - (f.decay * p + (c > 0.0f ? f.step_size : c < 0.0f ? -f.step_size : 0.0f));
+    }
+    if constexpr (rule == Rule::ADAGRAD) {
+        *v += g * g;
+        return p - f.step_size * g / (sqrtf(*v) + f.eps);
+    }
     *m = f.beta1 * *m + (1.0f - f.beta1) * g;
     *v = f.beta2 * *v + (1.0f - f.beta2) * g * g;
-    return p - (f.decay * p + f.step_size * *m / (sqrtf(*v) * f.rsqrt_correction2 + f.eps));
+    if constexpr (rule == Rule::LAMB_STATES) return p;
+    const float step = f.step_size * *m / (sqrtf(*v) * f.rsqrt_correction2 + f.eps);
+    return rule == Rule::ADAM ? p - step : p - (f.decay * p + step);
 }
+
+// ---- runs: where the rates change along a slice
+
+/* Run i ends before element end[i]; element e of it has its v at e - v_gap[i]. A run that is left out keeps its place.
+ * Given to the kernels by value. */
+static constexpr int OPTIMIZER_MAX_RUNS = 32;
+struct OptimizerRuns {
+    int num_runs;
+    size_t end[OPTIMIZER_MAX_RUNS], v_gap[OPTIMIZER_MAX_RUNS];
+    float weight_decay[OPTIMIZER_MAX_RUNS], lr_factor[OPTIMIZER_MAX_RUNS];
+    int tensor[OPTIMIZER_MAX_RUNS];                  // its place in LAMB's sums; -1 for all where nobody asks
+    bool left_out[OPTIMIZER_MAX_RUNS];
+};
+
+/* Adds a run up to `end`, or lengthens the last one if it is of the same kind. */
+static void runs_extend(OptimizerRuns* runs, size_t end, float weight_decay, float lr_factor, int tensor = -1,
+                        bool left_out = false, size_t v_gap = 0)
+{
+    const int last = runs->num_runs - 1;
+    if (last < 0 || runs->weight_decay[last] != weight_decay || runs->lr_factor[last] != lr_factor ||
+        runs->tensor[last] != tensor || runs->left_out[last] != left_out || runs->v_gap[last] != v_gap) {
+        ENSURE(runs->num_runs < OPTIMIZER_MAX_RUNS, "the rates change more than %d times in a slice: fewer "
+               "--param-group", OPTIMIZER_MAX_RUNS);
+        const int i = runs->num_runs++;
+        runs->weight_decay[i] = weight_decay;
+        runs->lr_factor[i] = lr_factor;
+        runs->tensor[i] = tensor;
+        runs->left_out[i] = left_out;
+        runs->v_gap[i] = v_gap;
+    }
+    runs->end[runs->num_runs - 1] = end;
+}
+
+static size_t runs_elems(const OptimizerRuns* runs) { return runs->num_runs > 0 ? runs->end[runs->num_runs - 1] : 0; }
 
 #ifdef DEVICE_CPU
 
-static void adamw_update_cpu(floatX* param, float* master, float* m, float* v, const float* grad, size_t n,
-                             AdamwFactors f)
+template <Rule rule> static void optimizer_run_cpu(floatX* param, float* master, float* m, float* v, float* grad,
+                                                   size_t n, OptimizerFactors f)
 {
     if (master == nullptr) master = (float*)param;
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
-        master[i] = adamw_element(master[i], grad[i], &m[i], &v[i], f);
-        if (sizeof(floatX) < sizeof(float)) store_f(param + i, master[i]);
+        float g = reads_grad(rule) ? grad[i] : 0.0f, new_m = reads_m(rule) ? m[i] : 0.0f;
+        float new_v = reads_v(rule) ? v[i] : 0.0f;
+        const float p = optimizer_element<rule>(reads_param(rule) ? master[i] : 0.0f, &g, &new_m, &new_v, f);
+        if (reads_m(rule) && writes_states(rule)) m[i] = new_m;
+        if (reads_v(rule) && writes_states(rule)) v[i] = new_v;
+        if (writes_grad(rule)) grad[i] = g;
+        if (reads_param(rule)) master[i] = p;
+        if (reads_param(rule) && sizeof(floatX) < sizeof(float)) store_f(param + i, p);
+    }
+}
+
+template <Rule rule> static void optimizer_update_cpu(floatX* param, float* master, float* m, float* v, float* grad,
+                                                      const OptimizerRuns* runs, const OptimizerConfig& config,
+                                                      const double* sums, const StepState* state)
+{
+    if (state->skip != Skip::NONE) return;
+    for (int run = 0; run < runs->num_runs; run++) {
+        const size_t first = run > 0 ? runs->end[run - 1] : 0;
+        const double ratio = rule == Rule::LAMB_STEP ? lamb_ratio(sums + 2 * runs->tensor[run]) : 1.0;
+        if (runs->left_out[run]) continue;
+        optimizer_run_cpu<rule>(param + first, master != nullptr ? master + first : nullptr, m + first,
+                                v + first - runs->v_gap[run], grad + first, runs->end[run] - first,
+                                optimizer_factors<rule>(state, config, runs->lr_factor[run], runs->weight_decay[run],
+                                                        ratio));
     }
 }
 
 #else
 
-static constexpr int ADAMW_BLOCK = 256;
+static constexpr int OPTIMIZER_BLOCK = 256;
 
 /* One vector of W a thread; where a run ends within it, element by element. In fp32 param is the master. At any
  * precision W = 4: a warp's 16 bytes of fp32 a thread lie side by side, and so do the 8 bytes of a 16-bit param; with
  * 8 elements a thread each request touched every sector of twice its bytes. */
-template <int W> static __global__ void __launch_bounds__(ADAMW_BLOCK, 5)   // without the 5 it spills on sm_80
-adamw_kernel(floatX* param, float* master, float* m, float* v, const float* grad, AdamwRuns runs, float beta1,
-             float beta2, float eps, const StepState* state)
+template <Rule rule, int W> static __global__ void __launch_bounds__(OPTIMIZER_BLOCK, 5)   // 5: else it spills on sm_80
+optimizer_kernel(floatX* param, float* master, float* m, float* v, float* grad, OptimizerRuns runs,
+                 OptimizerConfig config, const double* sums, const StepState* state)
 {
-    const size_t first = ((size_t)blockIdx.x * ADAMW_BLOCK + threadIdx.x) * W, n = runs.end[runs.num_runs - 1];
+    const size_t first = ((size_t)blockIdx.x * OPTIMIZER_BLOCK + threadIdx.x) * W, n = runs.end[runs.num_runs - 1];
     if (state->skip != Skip::NONE || first >= n) return;
     size_t i = first;
     int run = 0;
     while (runs.end[run] <= i) run++;
-    AdamwFactors f = adamw_factors(state, runs.weight_decay[run], beta1, beta2, eps);
+    const double ratio = rule == Rule::LAMB_STEP ? lamb_ratio(sums + 2 * runs.tensor[run]) : 1.0;
+    OptimizerFactors f = optimizer_factors<rule>(state, config, runs.lr_factor[run], runs.weight_decay[run], ratio);
     if (i + W <= runs.end[run]) {
-        float p[W], g[W], new_m[W], new_v[W];
-        load_vec(p, master + i);
-        load_vec(g, grad + i);
-        load_vec(new_m, m + i);
-        load_vec(new_v, v + i);
+        if (runs.left_out[run]) return;
+        const size_t v_at = i - runs.v_gap[run];
+        float p[W] = {}, g[W] = {}, new_m[W] = {}, new_v[W] = {};
+        if constexpr (reads_param(rule)) load_vec(p, master + i);
+        if constexpr (reads_grad(rule)) load_vec(g, grad + i);
+        if constexpr (reads_m(rule)) load_vec(new_m, m + i);
+        if constexpr (reads_v(rule)) load_vec(new_v, v + v_at);
 #pragma unroll
-        for (int k = 0; k < W; k++) p[k] = adamw_element(p[k], g[k], &new_m[k], &new_v[k], f);
-        store_vec(m + i, new_m);
-        store_vec(v + i, new_v);
-        store_vec(master + i, p);
-        if (sizeof(floatX) < sizeof(float)) store_vec(param + i, p);
+        for (int k = 0; k < W; k++) p[k] = optimizer_element<rule>(p[k], &g[k], &new_m[k], &new_v[k], f);
+        if constexpr (reads_m(rule) && writes_states(rule)) store_vec(m + i, new_m);
+        if constexpr (reads_v(rule) && writes_states(rule)) store_vec(v + v_at, new_v);
+        if constexpr (writes_grad(rule)) store_vec(grad + i, g);
+        if constexpr (reads_param(rule)) store_vec(master + i, p);
+        if constexpr (reads_param(rule) && sizeof(floatX) < sizeof(float)) store_vec(param + i, p);
     } else {
         for (; i < first + W && i < n; i++) {
-            for (; runs.end[run] <= i; run++)
-                f.decay = (float)(state->lr * (double)runs.weight_decay[run + 1]);
-            master[i] = adamw_element(master[i], grad[i], &m[i], &v[i], f);
-            if (sizeof(floatX) < sizeof(float)) store_f(param + i, master[i]);
+            for (; runs.end[run] <= i; run++) {
+                const double next = rule == Rule::LAMB_STEP ? lamb_ratio(sums + 2 * runs.tensor[run + 1]) : 1.0;
+                f.decay = decay_factor<rule>(state, runs.lr_factor[run + 1], runs.weight_decay[run + 1]);
+                f.step_size = step_factor<rule>(state, runs.lr_factor[run + 1], next);
+            }
+            if (runs.left_out[run]) continue;
+            const size_t v_at = i - runs.v_gap[run];
+            float g = reads_grad(rule) ? grad[i] : 0.0f, new_m = reads_m(rule) ? m[i] : 0.0f;
+            float new_v = reads_v(rule) ? v[v_at] : 0.0f;
+            const float p = optimizer_element<rule>(reads_param(rule) ? master[i] : 0.0f, &g, &new_m, &new_v, f);
+            if constexpr (reads_m(rule) && writes_states(rule)) m[i] = new_m;
+            if constexpr (reads_v(rule) && writes_states(rule)) v[v_at] = new_v;
+            if constexpr (writes_grad(rule)) grad[i] = g;
+            if constexpr (reads_param(rule)) master[i] = p;
+            if constexpr (reads_param(rule) && sizeof(floatX) < sizeof(float)) store_f(param + i, p);
         }
     }
 }
 
 #endif
 
-#ifdef DEVICE_CPU
-static void adamw_update_runs_cpu(floatX* param, float* master, float* m, float* v, const float* grad,
-                                  const AdamwRuns* runs, float beta1, float beta2, float eps, const StepState* state)
-{
-    if (state->skip != Skip::NONE) return;
-    size_t first = 0;
-    for (int run = 0; run < runs->num_runs; first = runs->end[run++])
-        adamw_update_cpu(param + first, master != nullptr ? master + first : nullptr, m + first, v + first,
-                         grad + first, runs->end[run] - first,
-                         adamw_factors(state, runs->weight_decay[run], beta1, beta2, eps));
-}
-#endif
-
-/* In one launch. master is null in fp32, and only there. */
-static void adamw_update_runs(floatX* param, float* master, float* m, float* v, const float* grad,
-                              const AdamwRuns* runs, float beta1, float beta2, float eps, const StepState* state,
-                              cudaStream_t stream)
+/* One rule over all runs, in one launch. master is null in fp32, and only there; sums is LAMB's. */
+template <Rule rule> static void optimizer_update(floatX* param, float* master, float* m, float* v, float* grad,
+                                                  const OptimizerRuns* runs, OptimizerConfig config,
+                                                  const double* sums, const StepState* state, cudaStream_t stream)
 {
     assert((master == nullptr) == (sizeof(floatX) == sizeof(float)));
-    if (runs->num_runs == 0) return;
-    ON_CPU(adamw_update_runs_cpu(param, master, m, v, grad, runs, beta1, beta2, eps, state));
+    bool all_left_out = true;
+    for (int run = 0; run < runs->num_runs; run++) all_left_out = all_left_out && runs->left_out[run];
+    if (all_left_out) return;
+    ON_CPU(optimizer_update_cpu<rule>(param, master, m, v, grad, runs, config, sums, state));
 #ifndef DEVICE_CPU
     if (master == nullptr) master = (float*)param;
-    const size_t n = runs->end[runs->num_runs - 1];
-    if (is_vec(param, VEC) && is_vec(master, VEC) && is_vec(m, VEC) && is_vec(v, VEC) && is_vec(grad, VEC))
-        LAUNCH((adamw_kernel<4>), (unsigned)ceil_div(n, ADAMW_BLOCK * 4), ADAMW_BLOCK, 0, stream, param, master, m,
-               v, grad, *runs, beta1, beta2, eps, state);
+    const size_t n = runs_elems(runs);
+    bool vec = is_vec(param, VEC) && is_vec(master, VEC) && is_vec(m, VEC) && is_vec(v, VEC) && is_vec(grad, VEC);
+    for (int run = 0; run < runs->num_runs; run++) vec = vec && runs->v_gap[run] % 4 == 0;
+    if (vec)
+        LAUNCH((optimizer_kernel<rule, 4>), (unsigned)ceil_div(n, OPTIMIZER_BLOCK * 4), OPTIMIZER_BLOCK, 0, stream,
+               param, master, m, v, grad, *runs, config, sums, state);
     else
-        LAUNCH((adamw_kernel<1>), (unsigned)ceil_div(n, ADAMW_BLOCK), ADAMW_BLOCK, 0, stream, param, master, m, v, grad,
-               *runs, beta1, beta2, eps, state);
+        LAUNCH((optimizer_kernel<rule, 1>), (unsigned)ceil_div(n, OPTIMIZER_BLOCK), OPTIMIZER_BLOCK, 0, stream, param,
+               master, m, v, grad, *runs, config, sums, state);
     CUDA_CHECK(cudaGetLastError());
 #endif
 }
 
-static void adamw_update(floatX* param, float* master, float* m, float* v, const float* grad, size_t n,
-                         float weight_decay, float beta1, float beta2, float eps, const StepState* state,
-                         cudaStream_t stream)
+// ---- LAMB: norms of tensors
+
+static constexpr int LAMB_PARTS = 64;                // partial sums of a run
+static size_t lamb_scratch_elems() { return (size_t)OPTIMIZER_MAX_RUNS * LAMB_PARTS * 2; }
+
+#ifdef DEVICE_CPU
+
+static void lamb_norms_cpu(double* sums, double* scratch, const float* master, const float* m, const float* v,
+                           const OptimizerRuns* runs, float eps)
 {
-    AdamwRuns runs = {};
-    if (n > 0) adamw_runs_extend(&runs, n, weight_decay);
-    adamw_update_runs(param, master, m, v, grad, &runs, beta1, beta2, eps, state, stream);
+    #pragma omp parallel for
+    for (int idx = 0; idx < runs->num_runs * LAMB_PARTS; idx++) {
+        const int run = idx / LAMB_PARTS, part = idx % LAMB_PARTS;
+        const size_t first = run > 0 ? runs->end[run - 1] : 0, n = runs->end[run] - first;
+        double p2 = 0.0, u2 = 0.0;
+        for (size_t i = first + n * part / LAMB_PARTS; i < first + n * (part + 1) / LAMB_PARTS; i++) {
+            const float u = lamb_direction(master[i], m[i], v[i], eps, runs->weight_decay[run]);
+            p2 += (double)master[i] * (double)master[i];
+            u2 += (double)u * (double)u;
+        }
+        scratch[2 * idx] = p2;
+        scratch[2 * idx + 1] = u2;
+    }
+    for (int idx = 0; idx < runs->num_runs * LAMB_PARTS; idx++)
+        for (int k = 0; k < 2; k++) sums[2 * runs->tensor[idx / LAMB_PARTS] + k] += scratch[2 * idx + k];
+}
+
+#else
+
+/* grid (LAMB_PARTS, runs) */
+static __global__ void __launch_bounds__(OPTIMIZER_BLOCK)
+lamb_norms_kernel(double* scratch, const float* master, const float* m, const float* v, OptimizerRuns runs, float eps)
+{
+    SHARED(double, partial, [2][32]);
+    const int run = blockIdx.y;
+    const float weight_decay = runs.weight_decay[run];
+    double p2 = 0.0, u2 = 0.0;
+    size_t i = (run > 0 ? runs.end[run - 1] : 0) + (size_t)blockIdx.x * OPTIMIZER_BLOCK + threadIdx.x;
+    for (; i < runs.end[run]; i += (size_t)LAMB_PARTS * OPTIMIZER_BLOCK) {
+        const float p = master[i], u = lamb_direction(p, m[i], v[i], eps, weight_decay);
+        p2 += (double)p * (double)p;
+        u2 += (double)u * (double)u;
+    }
+    p2 = block_sum(p2, partial[0]);
+    u2 = block_sum(u2, partial[1]);
+    if (threadIdx.x == 0) {
+        scratch[2 * (run * LAMB_PARTS + blockIdx.x)] = p2;
+        scratch[2 * (run * LAMB_PARTS + blockIdx.x) + 1] = u2;
+    }
+}
+
+/* A block of LAMB_PARTS threads a run: no two runs of a launch are of one tensor. */
+static __global__ void __launch_bounds__(LAMB_PARTS)
+lamb_norms_finish_kernel(double* sums, const double* scratch, OptimizerRuns runs)
+{
+    SHARED(double, partial, [2][32]);
+    const double* mine = scratch + 2 * (blockIdx.x * LAMB_PARTS + threadIdx.x);
+    const double p2 = block_sum(mine[0], partial[0]), u2 = block_sum(mine[1], partial[1]);
+    if (threadIdx.x > 0) return;
+    sums[2 * runs.tensor[blockIdx.x]] += p2;
+    sums[2 * runs.tensor[blockIdx.x] + 1] += u2;
+}
+
+#endif
+
+/* Adds the sums of p^2 and u^2 of each run to those of its tensor. */
+static void lamb_norms(double* sums, double* scratch, const floatX* param, const float* master, const float* m,
+                       const float* v, const OptimizerRuns* runs, float eps, cudaStream_t stream)
+{
+    if (runs->num_runs == 0) return;
+    if (master == nullptr) master = (const float*)param;
+    ON_CPU(lamb_norms_cpu(sums, scratch, master, m, v, runs, eps));
+#ifndef DEVICE_CPU
+    LAUNCH(lamb_norms_kernel, dim3(LAMB_PARTS, runs->num_runs), OPTIMIZER_BLOCK, 0, stream, scratch, master, m, v,
+           *runs, eps);
+    CUDA_CHECK(cudaGetLastError());
+    LAUNCH(lamb_norms_finish_kernel, runs->num_runs, LAMB_PARTS, 0, stream, sums, scratch, *runs);
+    CUDA_CHECK(cudaGetLastError());
+#endif
 }
 
 #ifdef OP_TESTS
 
-template <class R> static void adamw_ref(R* param, R* m, R* v, const R* grad, size_t n, R lr, R coef, R weight_decay,
-                                         R beta1, R beta2, R eps, R bias_correction1, R bias_correction2)
+static OptimizerConfig optimizer_test_config(float eps)
 {
-    for (size_t i = 0; i < n; i++) {
-        const R g = grad[i] * coef;
-        m[i] = beta1 * m[i] + (1 - beta1) * g;
-        v[i] = beta2 * v[i] + (1 - beta2) * g * g;
-        const R step = lr * (m[i] / bias_correction1) / (std::sqrt(v[i] / bias_correction2) + eps);
-        param[i] = param[i] * (1 - lr * weight_decay) - step;
+    return {Optimizer::ADAMW, 0.9f, 0.95f, eps, 0.8f, 0.1f, true};
+}
+
+/* One element by the formulas at the top; g is unscaled and clipped. */
+template <class R> static void optimizer_ref(Rule rule, R* param, R* grad, R* m, R* v, R g, R lr, R wd, R ratio,
+                                             const OptimizerConfig& c, const StepState* s)
+{
+    const R b1 = c.beta1, b2 = c.beta2, eps = c.eps, mu = c.momentum, bc1 = (R)s->bias_correction1;
+    const R bc2 = (R)s->bias_correction2, p = *param;
+    const bool coupled = rule == Rule::ADAM || rule == Rule::SGD || rule == Rule::ADAGRAD;
+    if (coupled) g += wd * p;
+    if (rule == Rule::SGD) {
+        *m = mu * *m + (1 - (R)c.dampening) * g;
+        *param = p - lr * (c.nesterov ? g + mu * *m : *m);
+    } else if (rule == Rule::LION) {
+        const R sum = b1 * *m + (1 - b1) * g;
+        *param = p * (1 - lr * wd) - lr * (R)((sum > 0) - (sum < 0));
+        *m = b2 * *m + (1 - b2) * g;
+    } else if (rule == Rule::ADAGRAD) {
+        *v += g * g;
+        *param = p - lr * g / (std::sqrt(*v) + eps);
+    } else if (rule == Rule::MUON_MOMENTUM) {
+        *m = mu * *m + (1 - mu) * g;
+        *grad = g + mu * (*m - g);
+    } else if (rule == Rule::MUON_STEP) {
+        *param = p * (1 - lr * wd) - lr * *grad;
+    } else if (rule == Rule::LAMB_STEP) {
+        *param = p - lr * std::sqrt(bc2) / bc1 * ratio * (*m / (std::sqrt(*v) + eps) + wd * p);
+    } else {
+        *m = b1 * *m + (1 - b1) * g;
+        *v = b2 * *v + (1 - b2) * g * g;
+        const R step = lr * (*m / bc1) / (std::sqrt(*v / bc2) + eps);
+        if (rule == Rule::ADAMW) *param = p * (1 - lr * wd) - step;
+        if (rule == Rule::ADAM) *param = p - step;
     }
 }
 
 /* A step in the middle of a run: t = 3, clipped, half of the nominal tokens counted. */
-static StepState adamw_test_state(bool skip)
+static StepState optimizer_test_state(bool skip)
 {
     StepState state = step_state_init(STEP_TEST_CONFIG, 1.0);
     const double sums[NUM_STEP_SUMS] = {9.0, skip ? 1.0 : 0.0, 0.5, 1.0};
@@ -175,56 +443,87 @@ static StepState adamw_test_state(bool skip)
     return state;
 }
 
-/* Weight decays of a slice of n: 0.1, or with `cuts` also 0 in two runs that end within vectors. */
-static AdamwRuns adamw_test_runs(size_t n, bool cuts)
+/* Rates of a slice of n: one run, or with `cuts` five that end within vectors, each a tensor of its own, the second
+ * without decay, the third left out, those behind it with a v that has a gap. */
+static OptimizerRuns optimizer_test_runs(size_t n, bool cuts)
 {
-    AdamwRuns runs = {};
-    if (cuts) adamw_runs_extend(&runs, n / 3 + 1, 0.1f);
-    if (cuts) adamw_runs_extend(&runs, n / 3 + 2, 0.0f);
-    if (cuts) adamw_runs_extend(&runs, n / 2, 0.1f);
-    if (cuts) adamw_runs_extend(&runs, n - 1, 0.0f);
-    adamw_runs_extend(&runs, n, 0.1f);
+    OptimizerRuns runs = {};
+    if (cuts) runs_extend(&runs, n / 3 + 1, 0.1f, 1.0f, 1);
+    if (cuts) runs_extend(&runs, n / 3 + 2, 0.0f, 1.0f, 2);
+    if (cuts) runs_extend(&runs, n / 2, 0.1f, 1.0f, 3, true);
+    const size_t gap = cuts ? n / 2 - (n / 3 + 2) : 0;
+    if (cuts) runs_extend(&runs, n - 1, 0.0f, 0.5f, 4, false, gap);
+    runs_extend(&runs, n, 0.1f, 0.25f, 0, false, gap);
     return runs;
 }
 
+/* Sums of p^2 and u^2 of five tensors: an ordinary ratio, both ends of the clamp, no norm. */
+static const double LAMB_TEST_SUMS[10] = {4.0, 1.0, 1.0, 4.0, 1e-9, 1.0, 1e6, 1.0, 0.0, 1.0};
+
 /* dims: n, elements by which the tensors are shifted off their alignment, 1 to skip the step, 1 for several runs. */
-static void adamw_test(OpRun* run)
+template <Rule rule> static void optimizer_test(OpRun* run)
 {
     const size_t n = (size_t)run->dims[0], shift = (size_t)run->dims[1], whole = n + shift;
-    const bool skip = run->dims[2] != 0;
-    const float beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f;
-    const AdamwRuns runs = adamw_test_runs(n, run->dims[3] != 0);
+    const bool skip = run->dims[2] != 0, is_16bit = sizeof(floatX) < sizeof(float);
+    const OptimizerConfig config = optimizer_test_config(1e-8f);
+    const OptimizerRuns runs = optimizer_test_runs(n, run->dims[3] != 0);
     OpTensor<float> master = op_inout<float>(run, "master", whole, 0.0, 0.02);
     OpTensor<floatX> param = op_inout<floatX>(run, "param", whole, 0.0, 0.02);
     OpTensor<float> m = op_inout<float>(run, "m", whole, 0.0, 1e-3), v = op_inout<float>(run, "v", whole, 1e-3, 2e-4);
-    OpTensor<float> grad = op_input<float>(run, "grad", whole, 0.0, 0.05);
-    const StepState s = adamw_test_state(skip);
+    OpTensor<float> grad = op_inout<float>(run, "grad", whole, 0.0, 0.05);
+    const double* sums = (const double*)op_bytes(run, "sums", OpKind::INPUT, LAMB_TEST_SUMS, sizeof LAMB_TEST_SUMS);
+    const StepState s = optimizer_test_state(skip);
     const StepState* state = (const StepState*)op_bytes(run, "state", OpKind::INPUT, &s, sizeof s);
-    const bool is_16bit = sizeof(floatX) < sizeof(float);
-    OP_RUN(run, n * (24.0 + (is_16bit ? 6.0 : 4.0)), 0,
-           adamw_update_runs(param.dev + shift, is_16bit ? master.dev + shift : nullptr, m.dev + shift, v.dev + shift,
-                             grad.dev + shift, &runs, beta1, beta2, eps, state, 0));
+    const double bytes = reads_param(rule) * (is_16bit ? 10 : 8) + (reads_m(rule) + reads_v(rule)) *
+                         (writes_states(rule) ? 8 : 4) + reads_grad(rule) * 4 + writes_grad(rule) * 4;
+    OP_RUN(run, n * bytes, 0,
+           optimizer_update<rule>(param.dev + shift, is_16bit ? master.dev + shift : nullptr, m.dev + shift,
+                                  v.dev + shift, grad.dev + shift, &runs, config, sums, state, 0));
     double* p64 = (is_16bit ? master.f64 : param.f64) + shift;
     float* p32 = (is_16bit ? master.f32 : param.f32) + shift;
     const double coef = s.grad_scale * s.clip_coef;
-    if (!skip) {
-        for (size_t k = 0, first = 0; k < (size_t)runs.num_runs; first = runs.end[k++]) {
-            const size_t at = shift + first, count = runs.end[k] - first;
-            const float decay = runs.weight_decay[k];
-            adamw_ref(p64 + first, m.f64 + at, v.f64 + at, grad.f64 + at, count, s.lr, coef, (double)decay,
-                      (double)beta1, (double)beta2, (double)eps, s.bias_correction1, s.bias_correction2);
-            adamw_ref(p32 + first, m.f32 + at, v.f32 + at, grad.f32 + at, count, (float)s.lr, (float)coef, decay, beta1,
-                      beta2, eps, (float)s.bias_correction1, (float)s.bias_correction2);
-        }
-        for (size_t i = shift; is_16bit && i < whole; i++) {
-            param.f64[i] = master.f64[i];
-            param.f32[i] = master.f32[i];
-        }
+    for (size_t i = 0, k = 0; i < n && !skip; i++) {
+        while (runs.end[k] <= i) k++;
+        if (runs.left_out[k]) continue;
+        const size_t at = shift + i, v_at = at - runs.v_gap[k];
+        const double lr = s.lr * (double)runs.lr_factor[k], wd = runs.weight_decay[k];
+        const double ratio = lamb_ratio(LAMB_TEST_SUMS + 2 * runs.tensor[k]);
+        optimizer_ref<double>(rule, p64 + i, grad.f64 + at, m.f64 + at, v.f64 + v_at, grad.f64[at] * coef, lr, wd,
+                              ratio, config, &s);
+        optimizer_ref<float>(rule, p32 + i, grad.f32 + at, m.f32 + at, v.f32 + v_at, grad.f32[at] * (float)coef,
+                             (float)lr, (float)wd, (float)ratio, config, &s);
+        if (!is_16bit || !reads_param(rule)) continue;
+        param.f64[at] = master.f64[at];
+        param.f32[at] = master.f32[at];
     }
     op_check(run, master);
     op_check(run, param);
     op_check(run, m);
+    op_check(run, grad);
     op_check_relative(run, v);
+}
+
+/* LAMB's sums. dims: n, shift, unused, 1 for several runs. */
+static void lamb_norms_test(OpRun* run)
+{
+    const size_t n = (size_t)run->dims[0], shift = (size_t)run->dims[1], whole = n + shift;
+    const OptimizerRuns runs = optimizer_test_runs(n, run->dims[3] != 0);
+    OpTensor<float> p = op_input<float>(run, "p", whole, 0.0, 0.02), m = op_input<float>(run, "m", whole, 0.0, 1e-3);
+    OpTensor<float> v = op_input<float>(run, "v", whole, 1e-3, 2e-4);
+    double *scratch = op_scratch<double>(run, lamb_scratch_elems()), h_sums[10], truth[10] = {};
+    for (int k = 0; k < 10; k++) h_sums[k] = truth[k] = k;   // added to
+    double* sums = (double*)op_bytes(run, "sums", OpKind::INOUT, h_sums, sizeof h_sums);
+    OP_RUN(run, 12.0 * n, 0, lamb_norms(sums, scratch, (floatX*)nullptr, p.dev + shift, m.dev + shift, v.dev + shift,
+                                        &runs, 1e-8f, 0));
+    for (size_t i = 0, k = 0; i < n; i++) {
+        while (runs.end[k] <= i) k++;
+        const double x = p.f64[shift + i];
+        const double u = m.f64[shift + i] / (sqrt(v.f64[shift + i]) + 1e-8) + (double)runs.weight_decay[k] * x;
+        truth[2 * runs.tensor[k]] += x * x;
+        truth[2 * runs.tensor[k] + 1] += u * u;
+    }
+    const double* ours = (const double*)op_result(run, "sums");
+    for (int k = 0; k < 10; k++) op_check_value(run, "sum", ours[k], truth[k], 1e-6 * truth[k]);   // u is a float
 }
 
 /* Five parameters worked out by hand: gradient (0.2, -0.3, -0.05, -0.05, 0.2) with norm 0.418330, one step from zero at
@@ -254,8 +553,12 @@ static void adamw_trial_test(OpRun* run)
     const float* grad = (const float*)op_bytes(run, "grad", OpKind::INPUT, GRAD, sizeof GRAD);
     const StepState* state = (const StepState*)op_bytes(run, "state", OpKind::INPUT, &s, sizeof s);
     const bool is_16bit = sizeof(floatX) < sizeof(float);
+    const OptimizerConfig config_adamw = optimizer_test_config(0.1f);
+    OptimizerRuns runs = {};
+    runs_extend(&runs, 5, 0.0f, 1.0f);
     OP_RUN(run, 0, 0,
-           adamw_update(param, is_16bit ? master : nullptr, m, v, grad, 5, 0.0f, 0.9f, 0.95f, 0.1f, state, 0));
+           optimizer_update<Rule::ADAMW>(param, is_16bit ? master : nullptr, m, v, (float*)grad, &runs, config_adamw,
+                                         nullptr, state, 0));
     const float* ours = (const float*)op_result(run, is_16bit ? "master" : "param");
     for (int i = 0; i < 5; i++) op_check_value(run, "param", ours[i], clip ? CLIPPED[i] : PLAIN[i], 6e-8);
     const float* ours_m = (const float*)op_result(run, "m");
@@ -266,11 +569,14 @@ static void adamw_trial_test(OpRun* run)
 static void step_trial_run(StepState* state, const double* sums, StepConfig config, float* param, float* m, float* v,
                            const float* grad, int num_steps)
 {
+    OptimizerRuns runs = {};
+    runs_extend(&runs, 1, 1.0f, 1.0f);
     for (int step = 0; step < num_steps; step++) {
         step_state_update(state, sums, config, 0);
         const bool is_16bit = sizeof(floatX) < sizeof(float);
         floatX* param_x = is_16bit ? (floatX*)(param + 1) : (floatX*)param;
-        adamw_update(param_x, is_16bit ? param : nullptr, m, v, grad, 1, 1.0f, 0.9f, 0.95f, 1e-8f, state, 0);
+        optimizer_update<Rule::ADAMW>(param_x, is_16bit ? param : nullptr, m, v, (float*)grad, &runs,
+                                      optimizer_test_config(1e-8f), nullptr, state, 0);
     }
 }
 
@@ -301,19 +607,34 @@ static void step_trial_test(OpRun* run)
     op_check_value(run, "weight", weight, num_steps == 4 ? 0.7711031 : 0.5850025, 1e-7);
 }
 
+#define OPTIMIZER_TESTS(name, rule) \
+    {name, optimizer_test<rule>, {1}, OpWhen::ALWAYS}, {name, optimizer_test<rule>, {4099}, OpWhen::ALWAYS}, \
+    {name, optimizer_test<rule>, {1000, 3}, OpWhen::ALWAYS}, \
+    {name, optimizer_test<rule>, {1000, 8, 1}, OpWhen::ALWAYS}, \
+    {name, optimizer_test<rule>, {4099, 0, 0, 1}, OpWhen::ALWAYS}, \
+    {name, optimizer_test<rule>, {4100, 0, 0, 1}, OpWhen::ALWAYS}, \
+    {name, optimizer_test<rule>, {3001, 1, 0, 1}, OpWhen::ALWAYS}
+
 static const OpTest optimizer_tests[] = {
-    {"adamw", adamw_test, {1}, OpWhen::ALWAYS},
-    {"adamw", adamw_test, {4099}, OpWhen::ALWAYS},
-    {"adamw", adamw_test, {1000, 3}, OpWhen::ALWAYS},
-    {"adamw", adamw_test, {1000, 8, 1}, OpWhen::ALWAYS},
-    {"adamw", adamw_test, {4099, 0, 0, 1}, OpWhen::ALWAYS},
-    {"adamw", adamw_test, {3001, 1, 0, 1}, OpWhen::ALWAYS},
-    {"adamw", adamw_test, {3000001}, OpWhen::LARGE},
+    OPTIMIZER_TESTS("adamw", Rule::ADAMW),
+    OPTIMIZER_TESTS("adam", Rule::ADAM),
+    OPTIMIZER_TESTS("sgd", Rule::SGD),
+    OPTIMIZER_TESTS("lamb_states", Rule::LAMB_STATES),
+    OPTIMIZER_TESTS("lamb_step", Rule::LAMB_STEP),
+    OPTIMIZER_TESTS("lion", Rule::LION),
+    OPTIMIZER_TESTS("adagrad", Rule::ADAGRAD),
+    OPTIMIZER_TESTS("muon_momentum", Rule::MUON_MOMENTUM),
+    OPTIMIZER_TESTS("muon_step", Rule::MUON_STEP),
+    {"adamw", optimizer_test<Rule::ADAMW>, {3000001}, OpWhen::LARGE},
+    {"lamb_norms", lamb_norms_test, {1}, OpWhen::ALWAYS},
+    {"lamb_norms", lamb_norms_test, {40001, 1, 0, 1}, OpWhen::ALWAYS},
     {"adamw_trial", adamw_trial_test, {2}, OpWhen::ALWAYS},
     {"adamw_trial", adamw_trial_test, {1}, OpWhen::ALWAYS},
     {"step_trial", step_trial_test, {4}, OpWhen::ALWAYS},
     {"step_trial", step_trial_test, {8}, OpWhen::ALWAYS},
-    {"adamw", adamw_test, {124 * 1000 * 1000}, OpWhen::BENCH},
+    {"adamw", optimizer_test<Rule::ADAMW>, {124 * 1000 * 1000}, OpWhen::BENCH},
+    {"sgd", optimizer_test<Rule::SGD>, {124 * 1000 * 1000}, OpWhen::BENCH},
+    {"lion", optimizer_test<Rule::LION>, {124 * 1000 * 1000}, OpWhen::BENCH},
 };
 
 #endif

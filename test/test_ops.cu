@@ -21,6 +21,7 @@
 #include "../kernels/global_norm.cuh"
 #include "../kernels/step.cuh"
 #include "../kernels/optimizer.cuh"
+#include "../kernels/muon.cuh"
 #ifdef EMU_CHECK
 #include "test_emu_traffic.h"
 #endif
@@ -84,6 +85,7 @@ int main(int argc, char** argv)
     op_table(global_norm_tests, filter, bench, memory_gbps, &totals);
     op_table(step_tests, filter, bench, memory_gbps, &totals);
     op_table(optimizer_tests, filter, bench, memory_gbps, &totals);
+    op_table(muon_tests, filter, bench, memory_gbps, &totals);
     matmul_free();
     if (bench) return 0;
     printf("%d passed, %d failed", totals.num_passed, totals.num_failed);

@@ -24,8 +24,6 @@
 #include "plan.h"
 #include "signals.h"
 
-typedef struct { float beta1, beta2, eps, weight_decay; } AdamwConfig;
-
 static const size_t BOUNCE_ELEMS = 1 << 20;
 
 typedef struct ZeroConfig {
@@ -33,6 +31,7 @@ typedef struct ZeroConfig {
     const bool* resident;       // (num_units) the gradient is kept whole, and at stage 3 the parameters
     int num_micro_steps;
     bool training;              // else no gradients and moments
+    const OptimizerRow* optimizer;
     bool overlap;
     bool reduces_once;          // stages 2-3: gradients whole, sent at the boundary instead of in each micro-step
     bool deterministic;         // reductions in rank order, whatever NCCL does
@@ -67,7 +66,12 @@ typedef struct Zero {
     float* grad_slices;         // (P/R) stages 2-3
     float* reduced;             // stages 2-3 with several micro-steps: the slices of one bucket as they arrive
     // optimizer
-    float *moment1, *moment2;   // (P) stage 0, (P/R) else
+    const OptimizerRow* optimizer;
+    float *moment1, *moment2;   // m and v, each where the optimizer has it: (P) stage 0, (P/R) else; see zero_v_first
+    size_t* v_first;            // (num_units) where the v of what this rank updates of unit u starts
+    int* first_of_name;         // (num_tensors) the first tensor of that name: the place in LAMB's sums
+    double *lamb_sums, *lamb_scratch;   // (num_tensors,2)
+    struct MuonSpace* muon;
     float* master;              // fp32 copy of what this rank updates; null when floatX is float
     double* step_sums;          // (NUM_STEP_SUMS) summed over micro-steps, then over ranks
     double* norm_scratch;
@@ -116,6 +120,40 @@ static float* zero_reduced_grad(const Zero* z, int u, size_t flat)
     return z->grad_slices + shard_packed_first(z->shard, u) + (flat - shard_slice(z->shard, u, z->comm->rank).first);
 }
 
+/* How many of the elements that this rank updates of unit u before `flat` have no v: Muon keeps none of hidden
+ * matrices. What lies between two tensors goes with the second. */
+static size_t zero_v_gap(const Zero* z, int u, size_t flat)
+{
+    if (z->optimizer->optimizer != Optimizer::MUON) return 0;
+    Range owned = zero_owned(z, u);
+    size_t gap = 0, end_before = owned.first;
+    const Unit* unit = &z->shard->units[u];
+    for (int t = unit->first_tensor; t < unit->first_tensor + unit->num_tensors; t++) {
+        Range part = tensor_part(&z->shard->tensors[t], owned);
+        if (part.count == 0) continue;
+        if (part.first + part.count > flat) break;
+        if (z->shard->tensors[t].hidden) gap += part.first + part.count - end_before;
+        end_before = part.first + part.count;
+    }
+    return gap;
+}
+
+/* Where m and v of element `flat` of unit u are. */
+static float* zero_m_at(const Zero* z, int u, size_t flat)
+{
+    return z->moment1 + zero_state_first(z, u) + (flat - zero_owned(z, u).first);
+}
+static float* zero_v_at(const Zero* z, int u, size_t flat)
+{
+    return z->moment2 + z->v_first[u] + (flat - zero_owned(z, u).first) - zero_v_gap(z, u, flat);
+}
+/* Does the optimizer keep m (k 0) or v (k 1) of tensor t? */
+static bool zero_has_moment(const Zero* z, int k, const Tensor* t)
+{
+    if (k == 0) return z->optimizer->has_m;
+    return z->optimizer->has_v && !(z->optimizer->optimizer == Optimizer::MUON && t->hidden);
+}
+
 // ------------------------------------------------------------------------------------------------- memory, streams
 static void plan_gradients(Zero* z, Plan* plan, const bool* resident)
 {
@@ -153,6 +191,31 @@ static void plan_params(Zero* z, Plan* plan)
                  z->param_buckets.slot_elems);
 }
 
+static void plan_muon(Zero* z, Plan* plan);   // update.h
+
+static void plan_optimizer(Zero* z, Plan* plan, size_t state_elems)
+{
+    const Shard* s = z->shard;
+    size_t v_elems = 0;
+    z->v_first = (size_t*)malloc_checked(s->num_units * sizeof(size_t));
+    z->first_of_name = (int*)malloc_checked(s->num_tensors * sizeof(int));
+    for (int u = 0; u < s->num_units; u++) {
+        z->v_first[u] = v_elems;
+        v_elems += zero_owned(z, u).count - zero_v_gap(z, u, SIZE_MAX);
+    }
+    for (int t = 0; t < s->num_tensors; t++) {
+        z->first_of_name[t] = 0;
+        while (strcmp(s->tensors[z->first_of_name[t]].name, s->tensors[t].name) != 0) z->first_of_name[t]++;
+    }
+    if (z->optimizer->has_m) plan_add(plan, "optimizer states", Place::DEVICE, &z->moment1, state_elems);
+    if (z->optimizer->has_v) plan_add(plan, "optimizer states", Place::DEVICE, &z->moment2, v_elems);
+    if (z->optimizer->optimizer == Optimizer::LAMB) {
+        plan_add(plan, "LAMB's norms", Place::DEVICE, &z->lamb_sums, 2 * (size_t)s->num_tensors);
+        plan_add(plan, "LAMB's norms", Place::DEVICE, &z->lamb_scratch, lamb_scratch_elems());
+    }
+    if (z->optimizer->optimizer == Optimizer::MUON) plan_muon(z, plan);
+}
+
 /* Adds every buffer of this stage to the plan; pointers are valid after plan_allocate and zero_start. */
 static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const ZeroConfig* config)
 {
@@ -161,6 +224,7 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     z->shard = shard;
     z->stage = config->stage;
     z->training = config->training;
+    z->optimizer = config->optimizer;
     z->overlap = config->overlap;
     z->reduces_once = config->reduces_once;
     z->num_micro_steps = config->num_micro_steps;
@@ -184,8 +248,7 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
         plan_add(plan, "gradients, pieces of all ranks", Place::DEVICE, &comm->pieces, largest);
     if (z->training) {
         plan_gradients(z, plan, config->resident);
-        plan_add(plan, "optimizer states", Place::DEVICE, &z->moment1, state);
-        plan_add(plan, "optimizer states", Place::DEVICE, &z->moment2, state);
+        plan_optimizer(z, plan, state);
     }
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->step_sums, NUM_STEP_SUMS);
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->norm_scratch, global_norm_scratch_elems());
@@ -392,52 +455,13 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
     if (in_ring) CUDA_CHECK(cudaEventRecord(z->grad_ring_free[buckets->slot[b]], z->reduce));
 }
 
-// -------------------------------------------------------------------------------------------------------- the step
-/* What this rank owns of unit u, in one launch. Padding between tensors goes along: its gradient is 0, it stays 0. */
-static void unit_update(Zero* z, int u, AdamwConfig adamw)
-{
-    Range owned = zero_owned(z, u);
-    size_t at = zero_state_first(z, u);
-    const Unit* unit = &z->shard->units[u];
-    AdamwRuns runs = {};
-    for (int t = unit->first_tensor; t < unit->first_tensor + unit->num_tensors; t++) {
-        Range part = tensor_part(&z->shard->tensors[t], owned);
-        float weight_decay = z->shard->tensors[t].decay ? adamw.weight_decay : 0.0f;
-        if (part.count > 0) adamw_runs_extend(&runs, part.first + part.count - owned.first, weight_decay);
-    }
-    adamw_update_runs(zero_own_param(z, u, owned.first), z->master ? z->master + at : nullptr, z->moment1 + at,
-                      z->moment2 + at, zero_reduced_grad(z, u, owned.first), &runs, adamw.beta1, adamw.beta2, adamw.eps,
-                      z->state, z->compute);
-}
-
+// ------------------------------------------------------------------------------------------- what is known about it
 /* Before the boundary: has this rank been asked to save, or to end? All ranks learn it from the step's sums. */
 static void zero_step_ask(Zero* z, Ask ask)
 {
     if (ask == Ask::NONE) return;
     double* sum = z->step_sums + (ask == Ask::END ? ASKED_TO_END : ASKED_TO_SAVE);
     CUDA_CHECK(cudaMemsetAsync(sum, 0x3f, sizeof *sum, z->compute));     // 0x3f3f3f3f3f3f3f3f is a positive number
-}
-
-/* The boundary: norm, clip, optimizer on what this rank owns, parameters gathered. Order of SEMANTICS: reduce, overflow
- * check, norm, clip, update, gather. A bucket is gathered while the next is updated, and the forward that follows waits
- * for each bucket where it needs it. `slot` (0 or 1) takes the step's result for the host. */
-static void zero_step_end(Zero* z, StepConfig config, AdamwConfig adamw, int slot)
-{
-    const Shard* shard = z->shard;
-    stream_wait(z->compute, z->reduce, z->edge, "every gradient has arrived");
-    for (int u = 0; u < shard->num_units; u++) {
-        Range slice = shard_slice(shard, u, z->comm->rank);
-        global_norm_accumulate(z->step_sums, z->norm_scratch, zero_reduced_grad(z, u, slice.first), slice.count,
-                               z->compute);
-    }
-    comm_all_reduce(z->comm, z->step_sums, NUM_STEP_SUMS, ncclFloat64, z->compute);
-    step_state_update(z->state, z->step_sums, config, z->compute);
-    CUDA_CHECK(cudaMemcpyAsync(&z->h_state[slot], z->state, sizeof(StepState), cudaMemcpyDeviceToHost, z->compute));
-    const Buckets* buckets = &z->param_buckets;
-    for (int b = 0; b < buckets->num_buckets; b++) {
-        for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++) unit_update(z, u, adamw);
-        zero_params_changed(z, b);
-    }
 }
 
 /* The first tensor with an Inf or NaN in its reduced gradient of the newest step, -1 if there is none: the same on
@@ -463,7 +487,8 @@ static int zero_first_nonfinite(Zero* z)
 }
 
 /* Bytes this rank sends in one step, by the same arithmetic as the collectives. */
-typedef struct WireBytes { size_t gradients, parameters, sums; } WireBytes;
+typedef struct WireBytes { size_t gradients, parameters, sums, optimizer; } WireBytes;
+static size_t optimizer_wire_bytes(const Zero* z);   // update.h
 
 /* Elements that the ring gathers in one step: zero_params_begin without doing it. */
 static size_t ring_gathered_elems(const Zero* z)
@@ -488,6 +513,7 @@ static WireBytes zero_wire_bytes(const Zero* z)
     const Comm* c = z->comm;
     WireBytes bytes = {};
     bytes.sums = comm_all_reduce_bytes(c, NUM_STEP_SUMS, sizeof(double));
+    bytes.optimizer = optimizer_wire_bytes(z);
     for (int u = 0; u < s->num_units; u++) {
         size_t count = s->units[u].range.count, slice = count / s->num_ranks;
         size_t num_reductions = unit_in_ring(&z->grad_buckets, u) ? z->num_micro_steps : 1;
@@ -516,9 +542,10 @@ static unsigned long long zero_state_hash(Zero* z)
             size_t at = zero_state_first(z, u) + (part.first - owned.first);
             size_t logical = shard->tensors[t].logical_first + (part.first - shard->tensors[t].first);
             const float* values[] = {z->master ? z->master + at : (const float*)zero_own_param(z, u, part.first),
-                                     z->moment1 + at, z->moment2 + at};
+                                     zero_m_at(z, u, part.first), zero_v_at(z, u, part.first)};
             for (int k = 0; k < 3; k++)
-                state_hash_accumulate(z->hash, values[k], part.count, k * shard->num_params + logical, z->compute);
+                if (k == 0 || zero_has_moment(z, k - 1, &shard->tensors[t]))
+                    state_hash_accumulate(z->hash, values[k], part.count, k * shard->num_params + logical, z->compute);
         }
     }
     comm_all_reduce(z->comm, z->hash, 1, ncclUint64, z->compute);
@@ -540,10 +567,12 @@ static unsigned long long zero_replica_hash(Zero* z)
             state_hash_accumulate(z->hash, z->unit_params[u], range.count * sizeof(floatX) / 4, range.first,
                                   z->compute);
         if (zero_slices_states(z)) continue;
-        const float* moments[] = {z->moment1 + range.first, z->moment2 + range.first};
-        for (int k = 0; k < 2; k++)
-            state_hash_accumulate(z->hash, moments[k], range.count, (k + 1) * shard->num_elems + range.first,
+        if (z->moment1 != nullptr)
+            state_hash_accumulate(z->hash, z->moment1 + range.first, range.count, shard->num_elems + range.first,
                                   z->compute);
+        if (z->moment2 != nullptr)
+            state_hash_accumulate(z->hash, z->moment2 + z->v_first[u], range.count - zero_v_gap(z, u, SIZE_MAX),
+                                  2 * shard->num_elems + range.first, z->compute);
     }
     unsigned long long h_hash;
     CUDA_CHECK(cudaMemcpyAsync(&h_hash, z->hash, sizeof h_hash, cudaMemcpyDeviceToHost, z->compute));
