@@ -91,13 +91,14 @@
     F(INT,    shard_bytes,    0,  5000000000, 1, INT64_MAX, "--export splits weights into files of at most so many bytes, with an index") \
     F(TEXT,   config,         0,  "",        0, 0, "DeepSpeed's JSON: its keys become flags; flags given here stand against it") \
     F(SWITCH, print_config,   0,  false,     0, 0, "print every flag, its value and where that comes from, and stop") \
+    F(SWITCH, report,         0,  false,     0, 0, "what this binary is made of and finds here, what is missing and how to mend it") \
     F(SWITCH, version,        0,  false,     0, 0, "what this binary is built from and with") \
     F(SWITCH, help,          'h', false,     0, 0, "this list")
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
     "master grad-dtype state-dtype tp pp sp offload-dir keep " \
-    "bench report comm-dtype fp32-tensors profile " \
+    "bench comm-dtype fp32-tensors profile " \
     "tune repeat dropout"
 
 #define VALUES_LATER "1bit-adam 01-adam 1bit-lamb onebitadam zerooneadam onebitlamb"

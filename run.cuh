@@ -297,3 +297,21 @@ static size_t device_free_bytes(const Run* run)
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
     return run->flags->plan ? free_bytes : (size_t)-comm_max_host(&run->comm, -(double)free_bytes);
 }
+
+/* "memory": {"device": {label: MiB, ...}, "host": {...}}: the plan, per rank. */
+static void log_plan(RunLog* log, const Plan* p)
+{
+    log_key(log, "memory");
+    log_begin(log);
+    for (Place place : {Place::DEVICE, Place::HOST}) {
+        log_key(log, place == Place::DEVICE ? "device" : "host");
+        log_begin(log);
+        for (int i = 0; i < p->num_rows; i++) {
+            size_t bytes = plan_label_bytes(p, i);
+            if (p->rows[i].place == place && bytes > 0) log_real(log, p->rows[i].label, bytes / 1048576.0);
+        }
+        fputc('}', log->f);
+        log->first_member = false;
+    }
+    fputc('}', log->f);
+}

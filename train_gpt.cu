@@ -8,11 +8,13 @@
  * passes.cuh       forward and backward      zero/weights.h init.h       weights: read, written, made
  * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
  * choices.cuh      multiple choice           kernels/device.cuh          the device
- * shapes.cuh       presets and configs       ds_config.h ds_keys.h       DeepSpeed's JSON as flags
+ * shapes.cuh       presets and configs       environment.cuh             what --report prints
+ *                                            ds_config.h ds_keys.h       DeepSpeed's JSON as flags
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"
 #include "ds_config.h"
+#include "environment.cuh"
 #include "choices.cuh"
 #include "generate.cuh"
 #include "zero/init.h"
@@ -427,27 +429,19 @@ static void say_sample(Run* run)
         loader_next(run->val, run->h_tokens[0], run->h_targets[0]);
         if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens[0], num_ids * sizeof(int));
         SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
-        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids);
+        JsonText heard = {};
+        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids, &heard);
+        if (heard.text != nullptr) {
+            char* valid = text_as_utf8(heard.text, heard.length);
+            log_begin(&run->log);
+            log_int(&run->log, "step", (long long)run->step);
+            log_text(&run->log, "sample", valid);
+            log_end(&run->log);
+            free(valid);
+        }
+        json_text_free(&heard);
     }
     comm_barrier_idle(&run->comm);
-}
-
-/* "memory": {"device": {label: MiB, ...}, "host": {...}}: the plan, per rank. */
-static void log_plan(RunLog* log, const Plan* p)
-{
-    log_key(log, "memory");
-    log_begin(log);
-    for (Place place : {Place::DEVICE, Place::HOST}) {
-        log_key(log, place == Place::DEVICE ? "device" : "host");
-        log_begin(log);
-        for (int i = 0; i < p->num_rows; i++) {
-            size_t bytes = plan_label_bytes(p, i);
-            if (p->rows[i].place == place && bytes > 0) log_real(log, p->rows[i].label, bytes / 1048576.0);
-        }
-        fputc('}', log->f);
-        log->first_member = false;
-    }
-    fputc('}', log->f);
 }
 
 static void log_start(Run* run, const char* model_name)
@@ -631,18 +625,14 @@ static void refuse_what_is_not_there(const Flags* f)
         die_usage("--plan, --eval, --choices, --generate, --prompts and --export are different modes: give one");
 }
 
-static void print_version(void)
-{
-    printf("train_gpt " VERSION ", compiled %s with %s, device %s\n", __DATE__, __VERSION__,
 #if defined(DEVICE_CUDA)
-           "cuda"
+#define DEVICE_KIND "cuda"
 #elif defined(DEVICE_EMU)
-           "emu"
+#define DEVICE_KIND "emu"
 #else
-           "cpu"
+#define DEVICE_KIND "cpu"
 #endif
-    );
-}
+#define VERSION_LINE VERSION ", compiled " __DATE__ " with " __VERSION__ ", device " DEVICE_KIND
 
 /* The precisions that this binary holds: Makefile's PREC, or this one alone. */
 static const struct { const char* name; decltype(run_all_fp32)* run_all; } precisions[] = {
@@ -660,20 +650,27 @@ static const struct { const char* name; decltype(run_all_fp32)* run_all; } preci
 #endif
 };
 
+static const char* precisions_have(char (&have)[32])
+{
+    have[0] = 0;
+    for (const auto& p : precisions)
+        snprintf(have + strlen(have), sizeof have - strlen(have), "%s%s", have[0] ? " " : "", p.name);
+    return have;
+}
+
 static decltype(run_all_fp32)* precision_find(const char* name)
 {
-    char have[32] = "";
-    for (const auto& p : precisions) {
-        if (strcmp(p.name, name) == 0) return p.run_all;
-        snprintf(have + strlen(have), sizeof have - strlen(have), " %s", p.name);
-    }
-    die_usage("-p %s is not in this binary, have%s: build it in with make PREC='%s'", name, have, name);
+    char have[32];
+    for (const auto& p : precisions) if (strcmp(p.name, name) == 0) return p.run_all;
+    die_usage("-p %s is not in this binary, have %s: build it in with make PREC='%s'", name, precisions_have(have),
+              name);
 }
 
 int main(int argc, char** argv)
 {
     Flags flags;
     Comm comm;
+    char have[32];
     die_rank = comm_launcher_rank();
     flags_parse(&flags, argc, argv);
     DsConfig config;
@@ -686,9 +683,10 @@ int main(int argc, char** argv)
     }
     auto run_all = precision_find(flags.precision);
     refuse_what_is_not_there(&flags);
-    if (flags.help || flags.version) {
+    if (flags.help || flags.version || flags.report) {
         if (die_rank == 0 && flags.help) flags_help(stdout);
-        if (die_rank == 0 && flags.version) print_version();
+        if (die_rank == 0 && flags.version) printf("train_gpt " VERSION_LINE "\n");
+        if (die_rank == 0 && flags.report) environment_print(VERSION_LINE, precisions_have(have));
         return 0;
     }
     comm_init(&comm);
