@@ -62,6 +62,7 @@ run_programs() {
         name=$(basename "$program")
         case $name in
             test_nccl) for ranks in 1 2 3 4; do run "$device-$name-$ranks" mpirun -np $ranks "$program"; done ;;
+            test_optimizer) ;;                         # pytest runs it: test_optimizer.py
             *) run "$device-$name" "$program" ;;
         esac
     done
@@ -116,6 +117,7 @@ for device in "${devices[@]}"; do
         fi
     fi
     run "$device-build" make DEVICE="$device" all tests || continue
+    [ "$device" = cpu ] && run sanitize-build make DEVICE=cpu SANITIZE=1 PREC=fp32 build/sanitize/train_gpt
     run_programs "$device"
     [ "$device" = emu ] && run_unfused
     export "TRAIN_GPT_${device^^}=build/$device/train_gpt"
