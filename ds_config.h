@@ -138,7 +138,8 @@ static void ds_precision(DsConfig* c, const cJSON* value, const char* name)
     const char* other = strcmp(name, "fp16") == 0 ? "bf16.enabled" : "fp16.enabled";
     if (cJSON_IsTrue(value) && cJSON_IsTrue(ds_value(c, other))) ds_refuse(c, "%s is true as well: choose one", other);
     else if (cJSON_IsTrue(value)) ds_set_from_key(c, "precision", name);
-    else ds_say(c, "off");
+    else if (ds_is_off(value)) ds_say(c, "off");
+    else ds_refuse(c, "must be true or false");
 }
 static void ds_fp16(DsConfig* c, const cJSON* value) { ds_precision(c, value, "fp16"); }
 static void ds_bf16(DsConfig* c, const cJSON* value) { ds_precision(c, value, "bf16"); }
@@ -240,7 +241,8 @@ static void ds_cos_min_ratio(DsConfig* c, const cJSON* value)
 {
     char text[64];
     snprintf(text, sizeof text, "%.15g", value->valuedouble * c->flags->lr);
-    ds_set_from_key(c, "min_lr", text);
+    if (cJSON_IsNumber(value)) ds_set_from_key(c, "min_lr", text);
+    else ds_refuse(c, "must be a number");
 }
 
 static void ds_offload(DsConfig* c, const cJSON* value)
@@ -303,6 +305,7 @@ static void ds_check_keys(DsConfig* c, const cJSON* object, const char* prefix)
         char path[192], nearest[192] = "";
         snprintf(path, sizeof path, "%s%s%s", prefix, prefix[0] ? "." : "", item->string);
         if (json_get(object, item->string) != item) die_usage("%s: %s is there twice", c->file, path);
+        c->key = path;
         bool known = false, begins = false;
         int best = 99;
         size_t n = strlen(path);
@@ -314,7 +317,7 @@ static void ds_check_keys(DsConfig* c, const cJSON* object, const char* prefix)
         }
         if (known) continue;
         if (begins && cJSON_IsObject(item)) ds_check_keys(c, item, path);
-        else if (begins) ds_refuse((c->key = path, c), "must be an object, is %s", json_type_name(item));
+        else if (begins) ds_refuse(c, "must be an object, is %s", json_type_name(item));
         else die_usage("%s: %s is no key of DeepSpeed's that is known here%s%s%s; leave it out", c->file, path,
                        best < 99 ? ": did you mean " : "", nearest, best < 99 ? "?" : "");
     }
