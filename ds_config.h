@@ -305,7 +305,6 @@ static void ds_check_keys(DsConfig* c, const cJSON* object, const char* prefix)
         char path[192], nearest[192] = "";
         snprintf(path, sizeof path, "%s%s%s", prefix, prefix[0] ? "." : "", item->string);
         if (json_get(object, item->string) != item) die_usage("%s: %s is there twice", c->file, path);
-        c->key = path;
         bool known = false, begins = false;
         int best = 99;
         size_t n = strlen(path);
@@ -317,7 +316,7 @@ static void ds_check_keys(DsConfig* c, const cJSON* object, const char* prefix)
         }
         if (known) continue;
         if (begins && cJSON_IsObject(item)) ds_check_keys(c, item, path);
-        else if (begins) ds_refuse(c, "must be an object, is %s", json_type_name(item));
+        else if (begins) die_usage("%s: %s must be an object, is %s", c->file, path, json_type_name(item));
         else die_usage("%s: %s is no key of DeepSpeed's that is known here%s%s%s; leave it out", c->file, path,
                        best < 99 ? ": did you mean " : "", nearest, best < 99 ? "?" : "");
     }
