@@ -188,7 +188,9 @@ static StepConfig step_config(const Run* run)
     c.peak_lr = f->lr;
     c.min_lr = f->min_lr < 0 ? 0.1 * f->lr : f->min_lr;
     c.total_steps = run->num_steps;
-    c.warmup_steps = f->warmup < 0 ? (run->num_steps / 50 < 700 ? run->num_steps / 50 : 700) : (size_t)f->warmup;
+    c.warmup_steps = run->num_steps / 50 < 700 ? run->num_steps / 50 : 700;
+    if (c.schedule == Schedule::ONECYCLE) c.warmup_steps = run->num_steps / 2;
+    if (f->warmup >= 0) c.warmup_steps = (size_t)f->warmup;
     c.decay_share = f->decay;
     c.max_norm = f->clip;
     c.beta1 = f->beta1;

@@ -15,7 +15,7 @@
 
 // ---- schedules
 
-enum class Schedule { CONSTANT, LINEAR, COSINE, WSD, WSD_SQRT };
+enum class Schedule { CONSTANT, LINEAR, COSINE, WSD, WSD_SQRT, WARMUP_LOG, ONECYCLE, RANGE_TEST };
 
 struct ScheduleRow {
     const char* name;
@@ -29,6 +29,9 @@ static const ScheduleRow schedule_rows[] = {
     {"cosine", Schedule::COSINE, "falls along half a cosine to the minimum"},
     {"wsd", Schedule::WSD, "stays at the peak, then the last share (--decay) falls in a straight line"},
     {"wsd-sqrt", Schedule::WSD_SQRT, "the same, falling as 1 - sqrt(progress)"},
+    {"warmup-log", Schedule::WARMUP_LOG, "rises from the minimum as the logarithm of the step, then stays at the peak"},
+    {"onecycle", Schedule::ONECYCLE, "rises from the minimum in the warm-up, falls back to it in as many steps, stays"},
+    {"lr-range-test", Schedule::RANGE_TEST, "rises from the minimum to the peak in a straight line over all steps"},
 };
 
 /* Null if no row has the name. */
@@ -66,18 +69,25 @@ HOSTDEV double schedule_fall(const StepConfig& config, double s)
     case Schedule::COSINE:   return 0.5 * (1.0 + cos(3.14159265358979323846 * progress));
     case Schedule::WSD:      return 1.0 - tail;
     case Schedule::WSD_SQRT: return 1.0 - sqrt(tail);
+    case Schedule::ONECYCLE: return fmax(0.0, 1.0 - (s - warmup + 1.0) / fmax(warmup, 1.0));
+    default: return 1.0;
     }
     return 1.0;
 }
 
-/* num_applied counts applied steps from 0. A constant rate has no end; all others are at their minimum from total_steps
- * on, and a warm-up as long as the run or longer is cut off there. */
+/* num_applied counts applied steps from 0. A constant rate has no end, nor has warmup-log, DeepSpeed's WarmupLR; all
+ * others are at their minimum from total_steps on, and a warm-up as long as the run or longer is cut off there. */
 HOSTDEV double schedule_lr(const StepConfig& config, unsigned long long num_applied)
 {
-    if (num_applied >= config.total_steps && config.schedule != Schedule::CONSTANT) return config.min_lr;
-    const double s = (double)num_applied;
-    if (num_applied < config.warmup_steps) return config.peak_lr * (s + 1.0) / (double)config.warmup_steps;
-    return config.min_lr + schedule_fall(config, s) * (config.peak_lr - config.min_lr);
+    const bool logarithmic = config.schedule == Schedule::WARMUP_LOG;
+    const bool endless = config.schedule == Schedule::CONSTANT || logarithmic;
+    if (num_applied >= config.total_steps && !endless) return config.min_lr;
+    const double s = (double)num_applied, warmup = (double)config.warmup_steps, rise = config.peak_lr - config.min_lr;
+    if (config.schedule == Schedule::RANGE_TEST) return config.min_lr + rise * (s + 1.0) / (double)config.total_steps;
+    if (num_applied >= config.warmup_steps) return config.min_lr + schedule_fall(config, s) * rise;
+    if (logarithmic) return config.min_lr + rise * log(s + 1.0) / log(fmax(2.0, warmup));
+    if (config.schedule == Schedule::ONECYCLE) return config.min_lr + rise * (s + 1.0) / warmup;
+    return config.peak_lr * (s + 1.0) / warmup;
 }
 
 // ---- the state of a step
@@ -245,9 +255,12 @@ static void schedule_edges_test(OpRun* run)
                 }
             }
         }
-        op_check_value(run, schedule_rows[row].name, lowest, 1.0 / 7.0, 1e-12);      // warm-up 7, first step
+        const Schedule kind = config.schedule;
+        const bool from_min =
+            kind == Schedule::WARMUP_LOG || kind == Schedule::ONECYCLE || kind == Schedule::RANGE_TEST;
+        op_check_value(run, schedule_rows[row].name, lowest, from_min ? 0.25 : 1.0 / 7.0, 1e-12);   // warm-up 7, step 1
         op_check_value(run, schedule_rows[row].name, highest, 1.0, 0.0);
-        op_check_value(run, schedule_rows[row].name, first, 1.0 / 7.0, 1e-12);
+        op_check_value(run, schedule_rows[row].name, first, from_min ? 0.25 : 1.0 / 7.0, 1e-12);
         config.peak_lr = config.min_lr = 0.0;
         op_check_value(run, schedule_rows[row].name, schedule_lr(config, 3), 0.0, 0.0);
     }
