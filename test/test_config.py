@@ -1,5 +1,6 @@
 """--config: DeepSpeed's JSON becomes flags; --print-config says what became of each key."""
 import json
+import math
 import re
 
 import init
@@ -133,7 +134,8 @@ def test_zero2_fp16(folder):
     want = {"batch": 16, "micro-batch": 4, "grad-accum": 2, "lr": 3e-5, "beta1": 0.9, "beta2": 0.98,
             "weight-decay": 0.01, "warmup": 10, "precision": "fp16", "loss-scale": 0, "initial-scale-power": 12,
             "loss-scale-window": 500, "hysteresis": 3, "min-loss-scale": 2, "zero": 2, "gather-bucket": 2e8,
-            "overlap": 1, "reduce-bucket": 2e8, "clip": 0.5, "log-every": 5, "optimizer": "adamw", "schedule": "warmup-log"}
+            "overlap": 1, "reduce-bucket": 2e8, "clip": 0.5, "log-every": 5, "optimizer": "adamw",
+            "schedule": "warmup-log"}
     for name, value in want.items():
         got, source = flags[name]
         assert (got if isinstance(value, str) else float(got)) == value, name
@@ -145,15 +147,19 @@ def test_zero2_fp16(folder):
 
 
 def test_zero2_fp16_runs(folder):
-    """The file of a user trains: two steps of its global batch on two ranks, in the precision that is built."""
-    config = ZERO2_FP16.replace('"fp16": {"enabled": true', '"fp16": {"enabled": false')
-    config = re.sub(r'"warmup_num_steps": 10', '"warmup_num_steps": 10, "warmup_type": "linear"', config)
+    """The file of a user trains as it is: its global batch on two ranks, its loss scale, the first step at the lowest
+    learning rate. In a binary without fp16 its fp16 block is switched off."""
+    config, fp16 = ZERO2_FP16, "fp16" in re.search(r"^precisions .*$", train_gpt("--report").out, re.M)[0]
+    if not fp16:
+        config = config.replace('"fp16": {"enabled": true', '"fp16": {"enabled": false')
     (folder / "run.json").write_text(config)
-    run = train_gpt("-m", folder / "model", "-d", folder / "data", "--config", folder / "run.json", "-n", 2,
+    run = train_gpt("-m", folder / "model", "-d", folder / "data", "--config", folder / "run.json", "-n", 3,
                     "--log-every", 1, "--sample-tokens", 0, ranks=2)
     assert "batch   16 sequences = 4 per micro-step x 2 micro-steps x 2 ranks" in run.out
     assert "ZeRO    stage 2" in run.out and f"config  {folder}/run.json" in run.out
-    assert [float(lr) for lr in re.findall(r"\| lr (\S+e\S+) \|", run.out)] == [3e-6, 6e-6]
+    assert ("scale 4096" in run.out) == fp16
+    lrs = [float(lr) for lr in re.findall(r"norm \S+ \| lr (\S+)", run.out)]
+    assert lrs == pytest.approx([3e-5 * math.log(s + 1) / math.log(10) for s in range(3)], rel=2e-3)
 
 
 def test_bf16_zero2_offload(folder):
