@@ -251,6 +251,9 @@ static void plan_run(Run* run, bool training)
     m->zero = &run->zero;
     m->recompute = s->recompute;
     m->segment_layers = s->segment_layers;
+    m->dropout = f->dropout;
+    m->attention_dropout = f->attn_dropout < 0 ? f->dropout : f->attn_dropout;
+    m->seed = (unsigned long long)f->seed;
     m->walks_vocab = s->stage == 3 && m->config.num_pieces > 1;
     model_visits(m);
     bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));

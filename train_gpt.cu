@@ -82,6 +82,11 @@ static void print_start(Run* run, const char* model_name)
         run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
     if (run->comm.rank == 0) rates_print(f, stdout);
+    if (run->model.dropout > 0 || run->model.attention_dropout > 0)
+        SAY("dropout %g of embeddings and branches, %g of attention probabilities\n", run->model.dropout,
+            run->model.attention_dropout);
+    else if (c->pdrop > 0 && !f->given[FLAG_dropout])
+        SAY("dropout none: config.json names %g, which is taken with --dropout %g\n", c->pdrop, c->pdrop);
     WireBytes wire = zero_wire_bytes(&run->zero);
     char optimizer_wire[64] = "";
     if (wire.optimizer > 0)
@@ -183,11 +188,15 @@ static void train_step(Run* run)
     size_t asked_before = run->comm.asked_bytes;
     zero_step_begin(&run->zero);
     float dloss = (float)(1.0 / run->config.nominal_toks);
+    size_t position = loader_position(run->train);
+    run->model.drops = true;
     for (int micro = 0; micro < run->G; micro++) {
         load_batch(run, run->train, (size_t)micro);
+        run->model.first_sequence = position + ((size_t)micro * run->comm.num_ranks + run->comm.rank) * run->B;
         model_train_micro(&run->model, run->B, run->T, dloss, micro, run->G);
         print_bar(run, micro);
     }
+    run->model.drops = false;
     zero_step_ask(&run->zero, signals_take());
     zero_step_end(&run->zero, run->config, optimizer_config(run->flags), slot);
     run->step_asked_bytes += run->comm.asked_bytes - asked_before;

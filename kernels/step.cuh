@@ -75,12 +75,13 @@ HOSTDEV double schedule_fall(const StepConfig& config, double s)
     return 1.0;
 }
 
-/* num_applied counts applied steps from 0. A constant rate has no end, nor has warmup-log, which is DeepSpeed's WarmupLR;
- * all others are at their minimum from total_steps on, and a warm-up as long as the run or longer is cut off there. */
+/* num_applied counts applied steps from 0. A constant rate has no end, nor has warmup-log, DeepSpeed's WarmupLR; all
+ * others are at their minimum from total_steps on, and a warm-up as long as the run or longer is cut off there. */
 HOSTDEV double schedule_lr(const StepConfig& config, unsigned long long num_applied)
 {
     const bool logarithmic = config.schedule == Schedule::WARMUP_LOG;
-    if (num_applied >= config.total_steps && config.schedule != Schedule::CONSTANT && !logarithmic) return config.min_lr;
+    const bool endless = config.schedule == Schedule::CONSTANT || logarithmic;
+    if (num_applied >= config.total_steps && !endless) return config.min_lr;
     const double s = (double)num_applied, warmup = (double)config.warmup_steps, rise = config.peak_lr - config.min_lr;
     if (config.schedule == Schedule::RANGE_TEST) return config.min_lr + rise * (s + 1.0) / (double)config.total_steps;
     if (num_applied >= config.warmup_steps) return config.min_lr + schedule_fall(config, s) * rise;
@@ -255,7 +256,8 @@ static void schedule_edges_test(OpRun* run)
             }
         }
         const Schedule kind = config.schedule;
-        const bool from_min = kind == Schedule::WARMUP_LOG || kind == Schedule::ONECYCLE || kind == Schedule::RANGE_TEST;
+        const bool from_min =
+            kind == Schedule::WARMUP_LOG || kind == Schedule::ONECYCLE || kind == Schedule::RANGE_TEST;
         op_check_value(run, schedule_rows[row].name, lowest, from_min ? 0.25 : 1.0 / 7.0, 1e-12);   // warm-up 7, step 1
         op_check_value(run, schedule_rows[row].name, highest, 1.0, 0.0);
         op_check_value(run, schedule_rows[row].name, first, from_min ? 0.25 : 1.0 / 7.0, 1e-12);

@@ -82,7 +82,8 @@ static void step(Zero* z, const Run* run, const float* grads, float share, float
         zero_gradient_end(z, u, 0, 1);
     }
     const double num_toks = z->comm->rank == 0;
-    CUDA_CHECK(cudaMemcpyAsync(z->step_sums + NUM_TOKS, &num_toks, sizeof num_toks, cudaMemcpyHostToDevice, z->compute));
+    CUDA_CHECK(cudaMemcpyAsync(z->step_sums + NUM_TOKS, &num_toks, sizeof num_toks, cudaMemcpyHostToDevice,
+                               z->compute));
     CUDA_CHECK(cudaStreamSynchronize(z->compute));
     zero_step_end(z, run->config, optimizer_config(run->flags), 0);
     CUDA_CHECK(cudaStreamSynchronize(z->compute));

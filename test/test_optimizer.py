@@ -8,12 +8,13 @@ import subprocess
 
 import numpy as np
 import pytest
-from util import FULL, ROOT, binary, built_devices, environment, gpt2_config, num_gpus, safetensors_header, shard_write, \
-    train_gpt
+from util import (FULL, ROOT, binary, built_devices, environment, gpt2_config, num_gpus, safetensors_header,
+                  shard_write, train_gpt)
 
 SHAPES = {"wte.weight": (37, 8), "h.qkv.weight": (16, 72), "h.qkv.bias": (72,), "h.up.weight": (16, 40),
           "h.down.weight": (40, 16), "norm.weight": (16,)}           # as in test_optimizer.cu
-HIDDEN = {"h.qkv.weight": (3, 24 / 16), "h.up.weight": (1, 40 / 16), "h.down.weight": (1, 40 / 16)}   # parts, fan_out / fan_in
+HIDDEN = {"h.qkv.weight": (3, 24 / 16), "h.up.weight": (1, 40 / 16),
+          "h.down.weight": (1, 40 / 16)}                              # matrices in it, their fan_out / fan_in
 STEPS = 50
 
 
@@ -226,7 +227,7 @@ def test_schedules(tmp_path, tiny, name):
 
 @pytest.mark.parametrize("name", ["constant", "cosine", "warmup-log"])
 def test_resume_past_the_end(tmp_path, tiny, name):
-    """Position from the checkpoint, shape from the flags; a step after the last is at the minimum where there is one."""
+    """Position from the checkpoint, shape from the flags."""
     train_gpt(*tiny, "-n", 6, "--warmup", 2, "--schedule", name, out=tmp_path / "run")
     longer = train_gpt(*tiny, "-n", 9, "--warmup", 2, "--schedule", name, "--resume", "auto", out=tmp_path / "run")
     truth = [lr_reference(name, s, 6 if s < 6 else 9, 2) for s in range(9)]
