@@ -114,10 +114,12 @@ static ChoiceCounts choices_count(Model* m, const char* tokenizer_path, const ch
     for (int idx = 0; (length = getline(&line, &room, f)) > 0; idx++) {
         char from[4200];
         snprintf(from, sizeof from, "%s, line %d", path, idx + 1);
+        watch_move(comm->watch, "a line of --choices", (size_t)length);
         if (all || idx % comm->num_ranks == comm->rank) choice_answer(&counts, &x, line, (size_t)length, from);
     }
     double* sums = m->zero->step_sums;                              // free between steps
     if (!all) {
+        comm_barrier_idle(comm);
         CUDA_CHECK(cudaMemcpyAsync(sums, &counts, sizeof counts, cudaMemcpyHostToDevice, m->zero->compute));
         comm_all_reduce(comm, sums, 3, ncclFloat64, m->zero->compute);
         CUDA_CHECK(cudaMemcpyAsync(&counts, sums, sizeof counts, cudaMemcpyDeviceToHost, m->zero->compute));

@@ -12,6 +12,7 @@
  * end of a run) each token runs the whole context through model_forward, and the context slides.
  * At stage 3 all ranks run the same steps, since parameters are gathered by all; else rank 0 runs alone. */
 #pragma once
+#include "data/lines.h"
 #include "data/tokenizer.h"
 #include "flags.h"
 #include "kernels/attention_cached.cuh"
@@ -100,6 +101,7 @@ static void decoder_step(Decoder* d, int N, const int* wanted, int num_wanted)
     const Config* c = &m->config;
     cudaStream_t stream = m->zero->compute;
     int head = unit_head(c);
+    watch_move(m->zero->comm->watch, "a step of the decoder", N);
     const struct { int* device; const int* host; } copies[] = {
         {m->tokens, d->h_tokens}, {d->slots, d->h_slots}, {d->positions, d->h_positions}};
     for (const auto& copy : copies)
@@ -196,6 +198,7 @@ static void logits_of_context(Model* m, const int* ids, int num_ids, floatX* raw
 {
     cudaStream_t stream = m->zero->compute;
     int T = num_ids < m->T ? num_ids : m->T;
+    watch_move(m->zero->comm->watch, "a token without the cache", T);
     CUDA_CHECK(cudaMemcpyAsync(m->tokens, ids + (num_ids - T), T * sizeof(int), cudaMemcpyHostToDevice, stream));
     model_forward(m, 1, T);
     int last = T - 1;
@@ -227,8 +230,7 @@ typedef struct Generator {
     bool* stops;                    // (V)
     bool streams;                   // one prompt, printed as it grows
     bool speaks;                    // this rank prints
-    FILE* input;                    // lines of JSON; null: the one prompt
-    const char* input_name;
+    Lines* input;                   // of JSON; null: the one prompt
     int num_read;
     // what is printed at the end
     double start_s, sum_first_s;
@@ -276,17 +278,15 @@ static int* ids_from_text(const Generator* g, const char* text, const char* from
 /* The next line: {"prompt": TEXT} or {"ids": [...]}, and what differs from the command line. False at the end. */
 static bool prompt_read(Prompt* p, const Model* m, Generator* g)
 {
-    char* line = nullptr;
-    size_t room = 0;
-    ssize_t length;
-    while ((length = getline(&line, &room, g->input)) > 0 && strspn(line, " \t\r\n") == (size_t)length) {}
-    if (length <= 0) {
-        free(line);
-        return false;
-    }
+    char* line;
+    size_t length;
+    comm_idle(m->zero->comm, true);                  // stdin may be somebody who types
+    while ((line = lines_next(g->input, &length)) != nullptr && strspn(line, " \t\r") == length) free(line);
+    comm_idle(m->zero->comm, false);
+    if (line == nullptr) return false;
     char from[4200];
-    snprintf(from, sizeof from, "%s, prompt %d", g->input_name, g->num_read);
-    cJSON* j = json_parse(line, (size_t)length, from);
+    snprintf(from, sizeof from, "%s, prompt %d", g->input->name, g->num_read);
+    cJSON* j = json_parse(line, length, from);
     *p = Prompt{};
     p->idx = g->num_read++;
     p->config = g->defaults;
@@ -430,7 +430,19 @@ static int decoder_add_rows(Decoder* d, Prompt* p, int slot, int N, int limit)
     return num_rows;
 }
 
-/* All prompts, up to num_slots at once. `first`: already read, or null. */
+/* The next prompt: `first` if there is one, else of the input, if it has a line or nothing runs meanwhile. */
+static bool prompt_next(Prompt* p, const Model* m, Generator* g, Prompt** first, int num_running)
+{
+    if (*first != nullptr) {
+        *p = **first;
+        *first = nullptr;
+        return true;
+    }
+    return g->input != nullptr && (num_running == 0 || lines_ready(g->input)) && prompt_read(p, m, g);
+}
+
+/* All prompts, up to num_slots at once. `first`: already read, or null. While a prompt runs, the next one is not waited
+ * for: who types sees the answer to the first. */
 static void generate_cached(Decoder* d, Generator* g, Prompt* first)
 {
     Model* m = d->model;
@@ -441,13 +453,12 @@ static void generate_cached(Decoder* d, Generator* g, Prompt* first)
     memset(prompts, 0, d->num_slots * sizeof *prompts);
     for (;;) {
         int N = 0, num_wanted = 0, num_running = 0;
+        for (int slot = 0; slot < d->num_slots; slot++) num_running += prompts[slot].ids != nullptr;
         for (int slot = 0; slot < d->num_slots; slot++) {
             Prompt* p = &prompts[slot];
-            while (p->ids == nullptr && (first != nullptr || (g->input != nullptr && prompt_read(p, m, g)))) {
-                if (first != nullptr) *p = *first;
-                first = nullptr;
+            if (p->ids != nullptr) continue;
+            while (p->ids == nullptr && prompt_next(p, m, g, &first, num_running))
                 if (p->finish != Finish::NOT_YET) prompt_end(p, m, g);
-            }
             num_running += p->ids != nullptr;
         }
         if (num_running == 0) break;
@@ -479,9 +490,7 @@ static void generate_uncached(Model* m, Generator* g, Prompt* first)
     floatX* raw = (floatX*)malloc_checked(m->config.V * sizeof(floatX));
     float* h_logits = (float*)malloc_checked(m->config.V * sizeof(float));
     Prompt p = {};
-    while (first != nullptr || (g->input != nullptr && prompt_read(&p, m, g))) {
-        if (first != nullptr) p = *first;
-        first = nullptr;
+    while (prompt_next(&p, m, g, &first, 0)) {
         while (p.finish == Finish::NOT_YET) {
             logits_of_context(m, p.ids, p.num_ids, raw);
             prompt_advance(&p, m, g, raw, h_logits);
@@ -560,7 +569,7 @@ static Generator generator_open(const Model* m, const Flags* f, const char* toke
 
 static void generator_close(Generator* g)
 {
-    if (g->input != nullptr && g->input != stdin) fclose(g->input);
+    if (g->input != nullptr) lines_close(g->input);
     if (g->tokenizer != nullptr) tokenizer_close(g->tokenizer);
     free(g->stops);
 }
@@ -570,12 +579,11 @@ static void generate(Model* m, Decoder* decoder, const Flags* f, const char* tok
 {
     Generator g = generator_open(m, f, tokenizer_path);
     Prompt first = {};
+    Lines lines;
     if (f->given[FLAG_prompts]) {
-        bool from_stdin = strcmp(f->prompts, "-") == 0;
-        g.input_name = from_stdin ? "stdin" : f->prompts;
-        g.input = from_stdin ? stdin : fopen(f->prompts, "r");
-        ENSURE(g.input != nullptr, "--prompts %s: cannot be opened: %s", f->prompts, strerror(errno));
-        ENSURE(!from_stdin || m->zero->stage < 3 || m->zero->comm->num_ranks == 1,
+        lines = lines_open(f->prompts);
+        g.input = &lines;
+        ENSURE(lines.fd > 0 || m->zero->stage < 3 || m->zero->comm->num_ranks == 1,
                "--prompts -: at stage 3 every rank reads the prompts: give a file");
     } else {
         size_t num_ids;

@@ -263,11 +263,31 @@ static void config_add_llama(cJSON* j, const Config* c)
     json_add_float(j, "rope_theta", c->rope.theta);
 }
 
-/* The config as config.json: what was read, byte for byte, else that of a preset. */
-static void config_write(const Config* c, const char* path)
+/* The text of config.json with what it says of the weights' type: transformers would round to it. */
+static void config_write_text(const char* text, const char* path, const char* dtype)
 {
+    const char *from = text, *to = text;      // the word between the quotes
+    for (const char* key : {"\"dtype\"", "\"torch_dtype\""}) {
+        const char* at = strstr(text, key);
+        if (at != nullptr) at += strlen(key) + strspn(at + strlen(key), " \t\r\n:");
+        if (at == nullptr || *at != '"') continue;
+        from = at + 1;
+        to = from + strcspn(from, "\"");
+    }
+    JsonText t = {nullptr, 0, 0};
+    json_text_add(&t, "%.*s%s%s", (int)(from - text), text, from < to ? dtype : "", to);
+    json_write_text(path, t.text, t.length);
+    json_text_free(&t);
+}
+
+/* The config as config.json: what was read, byte for byte but for the type of the weights, else that of a preset. dtype
+ * is fp32, bf16 or fp16. */
+static void config_write(const Config* c, const char* path, const char* dtype)
+{
+    const char* torch_dtype = strcmp(dtype, "bf16") == 0 ? "bfloat16" : strcmp(dtype, "fp16") == 0 ? "float16"
+                              : "float32";
     if (c->hf_text != nullptr) {
-        json_write_text(path, c->hf_text, strlen(c->hf_text));
+        config_write_text(c->hf_text, path, torch_dtype);
         return;
     }
     bool gpt2 = c->family == Family::GPT2, qwen2 = strcmp(c->model_type, "qwen2") == 0;
@@ -280,7 +300,7 @@ static void config_write(const Config* c, const char* path)
     else config_add_llama(j, c);
     json_add_bool(j, "tie_word_embeddings", c->tied);
     json_add_float(j, "initializer_range", 0.02);
-    json_add_string(j, "torch_dtype", "float32");
+    json_add_string(j, "torch_dtype", torch_dtype);
     json_write_file(path, j);
     cJSON_Delete(j);
 }
@@ -618,7 +638,7 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
 /* After plan_allocate: tables. */
 static void model_start(Model* m)
 {
-    if (!is_llama(m)) return;
+    if (m->rope == nullptr) return;     // GPT-2, or an export, which computes nothing
     size_t elems = (size_t)m->T * m->config.HS;
     float* h_table = (float*)malloc_checked(elems * sizeof(float));
     rope_table(h_table, &m->config.rope, 0, m->T, m->config.HS);

@@ -172,6 +172,10 @@ static void open_loaders(Run* run)
     config.G = 1;
     config.shuffle = false;
     config.whole_tail = true;
+    config.stride = (size_t)f->eval_stride;
+    if (f->eval_stride > run->T)
+        die_usage("--eval-stride %lld is above -t %d: tokens between two windows would count nowhere",
+                  (long long)f->eval_stride, run->T);
     run->val = loader_open(&config, &run->val_set);
     run->val->config.limit_windows = run->val->num_windows;
 }
@@ -267,7 +271,7 @@ static void plan_run(Run* run, bool training)
     free(resident);
     bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
     if (decodes) decoder_plan(&run->decoder, m, &run->plan, f->given[FLAG_prompts] ? s->B : 1, run->T);
-    else model_plan(m, &run->plan, s->B, run->T, training);
+    else if (!f->given[FLAG_export_]) model_plan(m, &run->plan, s->B, run->T, training);
     for (int k = 0; k < 2; k++) {
         plan_add(&run->plan, "batches", Place::HOST, &run->h_tokens[k], (size_t)s->B * run->T);
         plan_add(&run->plan, "batches", Place::HOST, &run->h_targets[k], (size_t)s->B * run->T);

@@ -118,6 +118,7 @@ static void print_step(Run* run, const StepState* s, size_t step, double took_s)
     log_real(&run->log, "tok_per_s", toks_per_s);
     log_int(&run->log, "tokens", (long long)s->num_toks);
     log_int(&run->log, "skipped", s->skip == Skip::NONFINITE);
+    log_real(&run->log, "host_mib", resident_bytes() / 1048576.0);
     if (is_fp16()) log_real(&run->log, "loss_scale", s->used_loss_scale);
     if (run->comm.rank != 0) return;
     if (step % f->log_every != 0 && step != run->num_steps) return;
@@ -169,6 +170,7 @@ static void print_bar(Run* run, int micro)
 static size_t load_batch(Run* run, Loader* loader, size_t count)
 {
     int k = (int)(count & 1);
+    watch_move(run->comm.watch, "a micro-batch", (size_t)run->B * run->T);
     size_t bytes = (size_t)run->B * run->T * sizeof(int);
     CUDA_CHECK(
         cudaEventSynchronize(run->batch_copied[k])); // the copy before the last: long done unless the host is far ahead
@@ -286,6 +288,7 @@ static void evaluate_and_say(Run* run)
     if (run->val_set.num_words > 0)
         SAY(" | perplexity %.3f per word",
             exp(r.loss * (double)run->val_set.num_toks / (double)run->val_set.num_words));
+    if (run->flags->eval_stride > 0) SAY(" | windows of %d every %lld", run->T, (long long)run->flags->eval_stride);
     SAY("\n");
     log_begin(&run->log);
     log_int(&run->log, "step", (long long)run->step);
@@ -302,7 +305,7 @@ static void write_small_files(const char* folder, void* context)
     Run* run = (Run*)context;
     char file[4200];
     snprintf(file, sizeof file, "%s/config.json", folder);
-    config_write(&run->model.config, file);
+    config_write(&run->model.config, file, run->flags->export_dtype);
     snprintf(file, sizeof file, "%s/tokenizer.json", folder);
     if (run->tokenizer_path[0]) file_copy(file, run->tokenizer_path);
 }
@@ -348,7 +351,7 @@ static void train(Run* run)
         char hash[32] = "";
         if (hashes) snprintf(hash, sizeof hash, "%016llx", zero_state_hash(&run->zero));
         if (f->check_replicas > 0 && step % f->check_replicas == 0)
-            comm_ensure_same(&run->comm, zero_replica_hash(&run->zero), "the parameters it holds (--check-replicas)");
+            comm_ensure_replica(&run->comm, zero_replica_hash(&run->zero), step);
         for (; unread <= settled; unread++) finish_step(run, unread, hashes && unread == step ? hash : nullptr);
         if (last && hash[0]) SAY("state hash %s after step %zu\n", hash, step);
         if (evals) evaluate_and_say(run);
@@ -431,7 +434,25 @@ static void say_sample(Run* run)
         SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
         generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids);
     }
-    comm_barrier(&run->comm);
+    comm_barrier_idle(&run->comm);
+}
+
+/* "memory": {"device": {label: MiB, ...}, "host": {...}}: the plan, per rank. */
+static void log_plan(RunLog* log, const Plan* p)
+{
+    log_key(log, "memory");
+    log_begin(log);
+    for (Place place : {Place::DEVICE, Place::HOST}) {
+        log_key(log, place == Place::DEVICE ? "device" : "host");
+        log_begin(log);
+        for (int i = 0; i < p->num_rows; i++) {
+            size_t bytes = plan_label_bytes(p, i);
+            if (p->rows[i].place == place && bytes > 0) log_real(log, p->rows[i].label, bytes / 1048576.0);
+        }
+        fputc('}', log->f);
+        log->first_member = false;
+    }
+    fputc('}', log->f);
 }
 
 static void log_start(Run* run, const char* model_name)
@@ -449,7 +470,9 @@ static void log_start(Run* run, const char* model_name)
     log_int(&run->log, "num_params", (long long)run->model.shard.num_params);
     log_int(&run->log, "global_batch", (long long)run->global_batch);
     log_int(&run->log, "num_steps", (long long)run->num_steps);
-    for (const FlagRow& row : flag_rows) log_text(&run->log, row.name, flag_value(run->flags, &row, buf));
+    for (const FlagRow& row : flag_rows)
+        if (strcmp(row.name, "version") != 0) log_text(&run->log, row.name, flag_value(run->flags, &row, buf));
+    log_plan(&run->log, &run->plan);
     fputc('}', run->log.f);
     log_end(&run->log);
 }
@@ -537,6 +560,7 @@ static void run_free(Run* run)
                               run->step_ended[0], run->step_ended[1]})
         CUDA_CHECK(cudaEventDestroy(event));
     zero_free(&run->zero);
+    plan_ensure_held(&run->plan, "at the end");
     plan_run_free(run);
     plan_free(&run->plan);
     shard_free(&run->model.shard);
@@ -558,13 +582,15 @@ void RUN_ALL(const Flags* f, Comm* comm)
     comm_ensure_same(comm, run_hash(run), "build, flags, data or model");
     run_allocate(run, model_name, resume_path);
     if (exports) {
-        weights_export(&run->zero, f->export_, write_small_files, run);
+        weights_export(&run->zero, f->export_, weights_dtype(f->export_dtype), (size_t)f->shard_bytes,
+                       write_small_files, run);
         SAY("exported %s\n", f->export_);
     } else if (generates) {
         ENSURE(run->tokenizer_path[0] || f->given[FLAG_prompts],
                "--generate needs a tokenizer.json: none in %s or %s; give --tokenizer FILE", model_name, f->data);
         if (run->comm.rank == 0 || run->setting.stage == 3)
             generate(&run->model, f->no_kv_cache ? nullptr : &run->decoder, f, run->tokenizer_path);
+        comm_barrier_idle(&run->comm);
     } else if (f->given[FLAG_choices]) {
         ENSURE(run->tokenizer_path[0], "--choices needs a tokenizer.json: none in %s or %s; give --tokenizer FILE",
                model_name, f->data);
@@ -596,6 +622,8 @@ static void refuse_what_is_not_there(const Flags* f)
     rates_refuse(f);
     if (f->given[FLAG_gpu] && !f->plan) die_usage("--gpu goes with --plan; a run takes the GPU that is here");
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
+    if ((f->given[FLAG_export_dtype] || f->given[FLAG_shard_bytes]) && !f->given[FLAG_export_])
+        die_usage("--export-dtype and --shard-bytes go with --export; checkpoints hold fp32");
     if (f->given[FLAG_epochs] && f->given[FLAG_steps])
         die_usage("-n and --epochs both say where the run ends: give one");
     int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_] +

@@ -115,7 +115,9 @@ def ranks_of(launcher):
 
 
 # ---- safetensors: 8 bytes of header length, a JSON header, the tensors one after another --------------------------
-DTYPES = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "I64": np.int64, "U64": np.uint64, "U8": np.uint8}
+# NumPy has no bf16: those are their 16 bits.
+DTYPES = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "BF16": np.uint16,
+          "I64": np.int64, "U64": np.uint64, "U8": np.uint8}
 
 
 def safetensors_write(path, tensors, metadata=None):

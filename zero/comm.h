@@ -150,6 +150,21 @@ static void comm_barrier(const Comm* c)
     watch_move(c->watch, "what follows a barrier", 0);
 }
 
+/* This rank waits for work, or for the rank that has all of it: no --timeout for that. */
+static void comm_idle(const Comm* c, bool idle)
+{
+    if (c->watch == nullptr) return;
+    watch_move(c->watch, "what follows a wait for work", 0);
+    c->watch->idle = idle;
+}
+
+static void comm_barrier_idle(const Comm* c)
+{
+    comm_idle(c, true);
+    comm_barrier(c);
+    comm_idle(c, false);
+}
+
 static void comm_broadcast_host(const Comm* c, void* data, size_t size_bytes)
 {
     if (c->num_ranks == 1) return;
@@ -177,6 +192,17 @@ static void comm_ensure_same(const Comm* c, uint64_t value, const char* what)
     ENSURE(first == value,
            "rank %d differs from rank 0 in %s: start all ranks from the same build, command line and files", c->rank,
            what);
+}
+
+/* The same of what every rank holds whole, while training. */
+static void comm_ensure_replica(const Comm* c, uint64_t hash, size_t step)
+{
+    uint64_t first = hash;
+    comm_broadcast_host(c, &first, sizeof first);
+    ENSURE(first == hash,
+           "--check-replicas: after step %zu rank %d holds other parameters than rank 0 (hash %016llx, not %016llx): "
+           "a broken card or link; go on from the last checkpoint without it", step, c->rank,
+           (unsigned long long)hash, (unsigned long long)first);
 }
 
 /* What rank 0 sends when each rank holds n elements of n*R (reduce-scatter, all-gather), and for an all-reduce of n. */

@@ -3,12 +3,16 @@
  * it says which rank waits in which collective of which step, and which rank of this host gives no sign of life or is
  * behind; then it ends the process, and the launcher ends the others. If the launcher ends them first, one says where
  * it was. The thread makes no CUDA, NCCL or MPI call, so that it cannot hang with them. With several hosts it knows its
- * own. On a GPU the collective is the newest that was enqueued: the one that hangs is that or one before it. */
+ * own. The collective that it names is the oldest that is not complete; with CUDA, where only a CUDA call could tell,
+ * the newest that was enqueued: the one that hangs is that or one before it. */
 #pragma once
 #include <csignal>
 #include <ctime>
 #include <pthread.h>
 #include "../data/error.h"
+#ifndef DEVICE_CUDA
+#include "../kernels/cpu/device.h"
+#endif
 
 /* One per rank of the host, a cache line each, in shared memory. */
 typedef struct alignas(64) Beat {
@@ -24,6 +28,7 @@ typedef struct Watch {
     double timeout_s;           // 0: never
     const char* volatile place; // what the main thread does
     volatile size_t elems, step;
+    volatile bool idle;         // the main thread waits for work: only others that give no sign of life count
     volatile bool stops;
     pthread_t thread;
 } Watch;
@@ -58,8 +63,15 @@ static int watch_text(const Watch* w, const char* why, char* line, size_t size)
 {
     double now = watch_now_s();
     const Beat* own = &w->beats[w->own];
+    size_t elems = w->elems;
+    const char* place = w->place;
+#ifndef DEVICE_CUDA
+    size_t oldest_elems;
+    const char* oldest = nccl_oldest(&oldest_elems);
+    if (oldest != nullptr) { place = oldest; elems = oldest_elems; }
+#endif
     int n = snprintf(line, size, "train_gpt: rank %d: %s: step %zu, in %s of %zu elements since %.1f s", own->rank, why,
-                     w->step, w->place, w->elems, now - own->moved_s);
+                     w->step, place, elems, now - own->moved_s);
     for (int i = 0; i < w->num_beats && n < (int)size; i++) {
         const Beat* b = &w->beats[i];
         if (now - b->alive_s > 2.5)
@@ -103,13 +115,22 @@ static void watch_on_signal(int)
     _exit(1);
 }
 
+/* Since when this rank, or where it only waits for others one of them, has done nothing. */
+static double watch_since_s(const Watch* w)
+{
+    if (!w->idle) return w->beats[w->own].moved_s;
+    double oldest = w->beats[w->own].alive_s;
+    for (int i = 0; i < w->num_beats; i++) if (w->beats[i].alive_s < oldest) oldest = w->beats[i].alive_s;
+    return oldest;
+}
+
 static void* watch_run(void* arg)
 {
     Watch* w = (Watch*)arg;
     Beat* own = &w->beats[w->own];
     while (!w->stops) {
         own->alive_s = watch_now_s();
-        if (w->timeout_s > 0 && own->alive_s - own->moved_s > w->timeout_s) {
+        if (w->timeout_s > 0 && own->alive_s - watch_since_s(w) > w->timeout_s) {
             watch_say(w, "waits longer than --timeout");
             _exit(1);
         }

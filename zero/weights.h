@@ -72,7 +72,8 @@ static void ensure_shape(const SafeTensors* files, const SafeTensor* st, const T
         snprintf(have + strlen(have), sizeof have - strlen(have), "%s%zu", d ? "x" : "", st->dims[d]);
     for (int d = 0; d < t->num_dims; d++)
         snprintf(need + strlen(need), sizeof need - strlen(need), "%s%zu", d ? "x" : "", wanted.dims[d]);
-    ENSURE(same, "%s: tensor %s has shape %s, config.json asks for %s", files->path, st->name, have, need);
+    ENSURE(same, "%s: tensor %s has shape %s, config.json asks for %s", files->files[st->file_idx].path,
+           st->name, have, need);
 }
 
 /* Buffers that old files carry and no model needs, and the head's copy of a tied embedding. */
@@ -96,6 +97,7 @@ static void weights_load(Zero* z, const char* folder, bool tied)
         const SafeTensor* st = find_weight(files, t->name);
         ENSURE(st != nullptr, "%s: has no tensor %s, which config.json asks for", files->path, t->name);
         ensure_shape(files, st, t);
+        watch_move(z->comm->watch, "reading a tensor", tensor_elems(t));
         Range part = tensor_part(t, zero_owned(z, t->unit));
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
@@ -116,6 +118,11 @@ static void weights_load(Zero* z, const char* folder, bool tied)
 }
 
 // ----------------------------------------------------------------------------------------------------------- write
+static SafeDtype weights_dtype(const char* name)
+{
+    return strcmp(name, "bf16") == 0 ? SafeDtype::BF16 : strcmp(name, "fp16") == 0 ? SafeDtype::F16 : SafeDtype::F32;
+}
+
 /* The table of the files to be. */
 static SafeTensors* weights_plan(const Shard* s, const char* path, SafeDtype dtype, size_t max_file_bytes)
 {
@@ -136,6 +143,7 @@ static void weights_write_slices(Zero* z, const SafeTensors* files)
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
         const SafeTensor* st = safetensors_get(files, t->name);
+        watch_move(z->comm->watch, "writing a tensor", tensor_elems(t));
         Range part = tensor_part(t, shard_slice(s, t->unit, z->comm->rank));
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
@@ -159,18 +167,21 @@ static void weights_write(Zero* z, const char* path, SafeDtype dtype, size_t max
     comm_barrier(z->comm);
 }
 
-/* The weights alone as an HF folder: model.safetensors and the small files. */
-static void weights_export(Zero* z, const char* folder, void (*small_files)(const char* folder, void* context),
-                           void* context)
+/* The weights alone as an HF folder: model.safetensors, then the small files, so that a folder that was not finished
+ * has no config.json. */
+static void weights_export(Zero* z, const char* folder, SafeDtype dtype, size_t max_file_bytes,
+                           void (*small_files)(const char* folder, void* context), void* context)
 {
-    char file[4200];
+    char file[4200], index[4220];
     snprintf(file, sizeof file, "%s/model.safetensors", folder);
+    snprintf(index, sizeof index, "%s.index.json", file);
     if (z->comm->rank == 0) {
-        ENSURE(access(file, F_OK) != 0, "%s exists and is not overwritten: --export to another folder", file);
+        for (const char* old : {file, index})
+            ENSURE(access(old, F_OK) != 0, "%s exists and is not overwritten: --export to another folder", old);
         folder_make(folder);
     }
     comm_barrier(z->comm);
-    weights_write(z, file, SafeDtype::F32, MAX_FILE_BYTES);
+    weights_write(z, file, dtype, max_file_bytes);
     if (z->comm->rank == 0) {
         small_files(folder, context);
         folder_sync(folder);
