@@ -19,9 +19,9 @@ static constexpr int STATS_ROWS = 128;               // rows of statistics are p
 
 /* What a warp and a block take of each side. The sizes keep a block within 99 KiB of shared memory, what the
  * smallest card has, and a thread within 255 registers. */
-template <int HSP> struct MmaShape {
+template <int HSP, bool DROPS = false> struct MmaShape {
     static constexpr int CHUNKS = HSP / 8;                                     // of 16 bytes, in a row
-    static constexpr int M_FORWARD = HSP <= 128 ? 2 : 1;                       // 16-row tiles of a warp
+    static constexpr int M_FORWARD = HSP <= (DROPS ? 64 : 128) ? 2 : 1;        // 16-row tiles of a warp
     static constexpr int M_BACKWARD = HSP <= 64 ? 2 : 1;
     static constexpr int ROWS_FORWARD = 64 * M_FORWARD, ROWS_BACKWARD = 64 * M_BACKWARD;
     static constexpr int TILE_FORWARD = HSP <= 64 ? 64 : 32;                   // rows of a tile of the other side
@@ -178,11 +178,14 @@ template <int M, int N> DEV void mma_drop(float (&s)[M][N][4], DropoutKey drop_k
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int n = 0; n < N; n++)
+        for (int i = 0; i < 2; i++) {
+            const unsigned first = (unsigned)(query + 16 * m + 8 * i + lane / 4) * T + key + 2 * (lane % 4);
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                s[m][n][e] *= attention_keep(drop_key, d, query + 16 * m + 8 * (e / 2) + lane / 4,
-                                             key + 8 * n + 2 * (lane % 4) + e % 2, T);
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+                    s[m][n][2 * i + e] *= dropout_keeps(drop_key, first + 8 * n + e, d.threshold) ? d.scale : 0.0f;
+        }
 }
 
 /* One tile of the online softmax: s becomes exp(scale * (s - max)), and max, sum and acc move to the new maximum. sum
@@ -222,7 +225,7 @@ DEV void mma_softmax(float (&s)[M][N][4], float (&max_score)[M][2], float (&sum)
 template <int HSP, bool DROPS> static __global__ void __launch_bounds__(MMA_BLOCK, 2)
 attention_forward_mma_kernel(floatX* out, float* lse, const floatX* qkv, AttentionDims a, Dropout d)
 {
-    typedef MmaShape<HSP> S;
+    typedef MmaShape<HSP, DROPS> S;
     constexpr int M = S::M_FORWARD, ROWS = S::ROWS_FORWARD, TILE = S::TILE_FORWARD;
     DYN_SHARED(floatX, queries);
     floatX *keys = queries + ROWS * HSP, *values = keys + 2 * TILE * HSP;
@@ -497,7 +500,7 @@ static bool attention_uses_mma(AttentionDims a, std::initializer_list<const void
 template <int HSP, bool DROPS> static void attention_forward_mma(floatX* out, float* lse, const floatX* qkv,
                                                                  AttentionDims a, Dropout d, cudaStream_t stream)
 {
-    typedef MmaShape<HSP> S;
+    typedef MmaShape<HSP, DROPS> S;
     const size_t bytes = S::FORWARD_ELEMS * sizeof(floatX);
     const dim3 grid(ceil_div(a.T, S::ROWS_FORWARD), a.NH, a.B);
     attention_allow_shared(attention_forward_mma_kernel<HSP, DROPS>, bytes);
