@@ -39,6 +39,7 @@
     F(REAL,   min_loss_scale, 0,  1,         1e-30, 1e30, "fp16: an overflow at this loss scale ends the run") \
     F(SWITCH, consecutive_hysteresis, 0, false, 0, 0, "fp16: every good step restores the hysteresis") \
     F(TEXT,   recompute,     'r', "none",    0, 0, "made again in the backward: none, cheap (norms), mlp, attention (and mlp), block, or K: K blocks at a time") \
+    F(ONEOF,  offload,        0,  "none",    "none|activations", 0, "kept in host memory: activations = the blocks' inputs of -r block or K, two of them on the device") \
     F(SWITCH, deterministic,  0,  false,     0, 0, "gradients are summed in rank order: the same bits whatever NCCL does") \
     F(INT,    check_replicas, 0,  0,         0, INT64_MAX, "every so many steps: do all ranks hold the same parameters? 0 = never") \
     F(REAL,   timeout,        0,  600,       0, 1e9, "seconds without progress after which a rank says where it waits and ends the run; 0 = never") \
@@ -92,13 +93,14 @@
     F(INT,    shard_bytes,    0,  5000000000, 1, INT64_MAX, "--export splits weights into files of at most so many bytes, with an index") \
     F(TEXT,   config,         0,  "",        0, 0, "DeepSpeed's JSON: its keys become flags; flags given here stand against it") \
     F(SWITCH, print_config,   0,  false,     0, 0, "print every flag, its value and where that comes from, and stop") \
+    F(SWITCH, report,         0,  false,     0, 0, "what this binary is made of and finds here, what is missing and how to mend it") \
     F(SWITCH, version,        0,  false,     0, 0, "what this binary is built from and with") \
     F(SWITCH, help,          'h', false,     0, 0, "this list")
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
-    "master grad-dtype state-dtype tp pp sp offload offload-dir keep " \
-    "bench report comm-dtype fp32-tensors profile " \
+    "master grad-dtype state-dtype tp pp sp offload-dir keep " \
+    "bench comm-dtype fp32-tensors profile " \
     "tune repeat"
 
 #define VALUES_LATER "1bit-adam 01-adam 1bit-lamb onebitadam zerooneadam onebitlamb"

@@ -21,7 +21,7 @@
 enum { STEPS_IN_FLIGHT = 2 };      // the host enqueues step s + 1 before it reads the result of step s
 
 /* What may be traded for memory. */
-typedef struct Setting { int stage; Recompute recompute; int segment_layers; int B, G; } Setting;
+typedef struct Setting { int stage; Recompute recompute; int segment_layers; int B, G; bool offloads; } Setting;
 
 typedef struct Run {
     const Flags* flags;
@@ -258,6 +258,7 @@ static void plan_run(Run* run, bool training)
     m->dropout = f->dropout;
     m->attention_dropout = f->attn_dropout < 0 ? f->dropout : f->attn_dropout;
     m->seed = (unsigned long long)f->seed;
+    m->offloads = s->offloads && training;
     m->walks_vocab = s->stage == 3 && m->config.num_pieces > 1;
     model_visits(m);
     bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
@@ -300,4 +301,22 @@ static size_t device_free_bytes(const Run* run)
     size_t free_bytes, total_bytes;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
     return run->flags->plan ? free_bytes : (size_t)-comm_max_host(&run->comm, -(double)free_bytes);
+}
+
+/* "memory": {"device": {label: MiB, ...}, "host": {...}}: the plan, per rank. */
+static void log_plan(RunLog* log, const Plan* p)
+{
+    log_key(log, "memory");
+    log_begin(log);
+    for (Place place : {Place::DEVICE, Place::HOST}) {
+        log_key(log, place == Place::DEVICE ? "device" : "host");
+        log_begin(log);
+        for (int i = 0; i < p->num_rows; i++) {
+            size_t bytes = plan_label_bytes(p, i);
+            if (p->rows[i].place == place && bytes > 0) log_real(log, p->rows[i].label, bytes / 1048576.0);
+        }
+        fputc('}', log->f);
+        log->first_member = false;
+    }
+    fputc('}', log->f);
 }

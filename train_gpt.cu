@@ -8,11 +8,13 @@
  * passes.cuh       forward and backward      zero/weights.h init.h       weights: read, written, made
  * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
  * choices.cuh      multiple choice           kernels/device.cuh          the device
+ * shapes.cuh       presets and configs       environment.cuh             what --report prints
  *                                            ds_config.h ds_keys.h       DeepSpeed's JSON as flags
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"
 #include "ds_config.h"
+#include "environment.cuh"
 #include "choices.cuh"
 #include "generate.cuh"
 #include "zero/init.h"
@@ -28,6 +30,10 @@ void run_all_fp16(const Flags* f, Comm* comm);
 #define RUN_ALL run_all_fp16
 #else
 #define RUN_ALL run_all_fp32
+#endif
+
+#ifdef PREC_BF16
+size_t device_bytes_bf16(const Run* run, Setting s) { return setting_estimate(run, s).device_bytes; }
 #endif
 
 // ------------------------------------------------------------------------------------------------ what is printed
@@ -432,27 +438,19 @@ static void say_sample(Run* run)
         loader_next(run->val, run->h_tokens[0], run->h_targets[0]);
         if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens[0], num_ids * sizeof(int));
         SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
-        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids);
+        JsonText heard = {};
+        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids, &heard);
+        if (heard.text != nullptr) {
+            char* valid = text_as_utf8(heard.text, heard.length);
+            log_begin(&run->log);
+            log_int(&run->log, "step", (long long)run->step);
+            log_text(&run->log, "sample", valid);
+            log_end(&run->log);
+            free(valid);
+        }
+        json_text_free(&heard);
     }
     comm_barrier_idle(&run->comm);
-}
-
-/* "memory": {"device": {label: MiB, ...}, "host": {...}}: the plan, per rank. */
-static void log_plan(RunLog* log, const Plan* p)
-{
-    log_key(log, "memory");
-    log_begin(log);
-    for (Place place : {Place::DEVICE, Place::HOST}) {
-        log_key(log, place == Place::DEVICE ? "device" : "host");
-        log_begin(log);
-        for (int i = 0; i < p->num_rows; i++) {
-            size_t bytes = plan_label_bytes(p, i);
-            if (p->rows[i].place == place && bytes > 0) log_real(log, p->rows[i].label, bytes / 1048576.0);
-        }
-        fputc('}', log->f);
-        log->first_member = false;
-    }
-    fputc('}', log->f);
 }
 
 static void log_start(Run* run, const char* model_name)
@@ -510,8 +508,11 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     batch_arithmetic(run, run->comm.num_ranks);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
     rates_apply(&run->model.shard, f);
-    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G};
+    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
+    run->setting.offloads = strcmp(f->offload, "activations") == 0;
+    if (run->setting.offloads && run->setting.recompute != Recompute::BLOCKS && !f->auto_)
+        die_usage("--offload activations moves the inputs that -r block or -r K keeps: give one of them");
     if (f->auto_) setting_choose(run, device_free_bytes(run));
     if (run->train_set.num_files > 0) open_loaders(run);
     run->config = step_config(run);
@@ -559,6 +560,7 @@ static void run_free(Run* run)
     for (cudaEvent_t event : {run->batch_copied[0], run->batch_copied[1], run->step_begun[0], run->step_begun[1],
                               run->step_ended[0], run->step_ended[1]})
         CUDA_CHECK(cudaEventDestroy(event));
+    if (run->model.offloads) offload_free(&run->model.inputs);
     zero_free(&run->zero);
     plan_ensure_held(&run->plan, "at the end");
     plan_run_free(run);
@@ -632,18 +634,14 @@ static void refuse_what_is_not_there(const Flags* f)
         die_usage("--plan, --eval, --choices, --generate, --prompts and --export are different modes: give one");
 }
 
-static void print_version(void)
-{
-    printf("train_gpt " VERSION ", compiled %s with %s, device %s\n", __DATE__, __VERSION__,
 #if defined(DEVICE_CUDA)
-           "cuda"
+#define DEVICE_KIND "cuda"
 #elif defined(DEVICE_EMU)
-           "emu"
+#define DEVICE_KIND "emu"
 #else
-           "cpu"
+#define DEVICE_KIND "cpu"
 #endif
-    );
-}
+#define VERSION_LINE VERSION ", compiled " __DATE__ " with " __VERSION__ ", device " DEVICE_KIND
 
 /* The precisions that this binary holds: Makefile's PREC, or this one alone. */
 static const struct { const char* name; decltype(run_all_fp32)* run_all; } precisions[] = {
@@ -661,20 +659,27 @@ static const struct { const char* name; decltype(run_all_fp32)* run_all; } preci
 #endif
 };
 
+static const char* precisions_have(char (&have)[32])
+{
+    have[0] = 0;
+    for (const auto& p : precisions)
+        snprintf(have + strlen(have), sizeof have - strlen(have), "%s%s", have[0] ? " " : "", p.name);
+    return have;
+}
+
 static decltype(run_all_fp32)* precision_find(const char* name)
 {
-    char have[32] = "";
-    for (const auto& p : precisions) {
-        if (strcmp(p.name, name) == 0) return p.run_all;
-        snprintf(have + strlen(have), sizeof have - strlen(have), " %s", p.name);
-    }
-    die_usage("-p %s is not in this binary, have%s: build it in with make PREC='%s'", name, have, name);
+    char have[32];
+    for (const auto& p : precisions) if (strcmp(p.name, name) == 0) return p.run_all;
+    die_usage("-p %s is not in this binary, have %s: build it in with make PREC='%s'", name, precisions_have(have),
+              name);
 }
 
 int main(int argc, char** argv)
 {
     Flags flags;
     Comm comm;
+    char have[32];
     die_rank = comm_launcher_rank();
     flags_parse(&flags, argc, argv);
     DsConfig config;
@@ -687,9 +692,10 @@ int main(int argc, char** argv)
     }
     auto run_all = precision_find(flags.precision);
     refuse_what_is_not_there(&flags);
-    if (flags.help || flags.version) {
+    if (flags.help || flags.version || flags.report) {
         if (die_rank == 0 && flags.help) flags_help(stdout);
-        if (die_rank == 0 && flags.version) print_version();
+        if (die_rank == 0 && flags.version) printf("train_gpt " VERSION_LINE "\n");
+        if (die_rank == 0 && flags.report) environment_print(VERSION_LINE, precisions_have(have));
         return 0;
     }
     comm_init(&comm);
