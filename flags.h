@@ -39,9 +39,12 @@
     F(REAL,   min_loss_scale, 0,  1,         1e-30, 1e30, "fp16: an overflow at this loss scale ends the run") \
     F(SWITCH, consecutive_hysteresis, 0, false, 0, 0, "fp16: every good step restores the hysteresis") \
     F(TEXT,   recompute,     'r', "none",    0, 0, "made again in the backward: none, cheap (norms), mlp, attention (and mlp), block, or K: K blocks at a time") \
+    F(ONEOF,  offload,        0,  "none",    "none|activations", 0, "kept in host memory: activations = the blocks' inputs of -r block or K, two of them on the device") \
     F(SWITCH, deterministic,  0,  false,     0, 0, "gradients are summed in rank order: the same bits whatever NCCL does") \
     F(INT,    check_replicas, 0,  0,         0, INT64_MAX, "every so many steps: do all ranks hold the same parameters? 0 = never") \
     F(REAL,   timeout,        0,  600,       0, 1e9, "seconds without progress after which a rank says where it waits and ends the run; 0 = never") \
+    F(REAL,   dropout,        0,  0,         0, 0.99, "share of the embeddings, attention probabilities and residual branches set to 0 in training") \
+    F(REAL,   attn_dropout,   0,  -1,       -1, 0.99, "the same for attention probabilities alone; -1 = as --dropout") \
     F(INT,    seed,          's', 42,        0, INT64_MAX, "seed of the initial weights, the data order and the samples") \
     F(ONEOF,  optimizer,      0,  "adamw",   "adamw|adam|sgd|lamb|lion|adagrad|muon", 0, "optimizer; muon is for hidden matrices, the rest goes by adamw") \
     F(REAL,   beta1,          0,  0.9,       0, 0.999999, "first moment decay") \
@@ -96,9 +99,9 @@
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
-    "master grad-dtype state-dtype tp pp sp offload offload-dir keep " \
+    "master grad-dtype state-dtype tp pp sp offload-dir keep " \
     "bench comm-dtype fp32-tensors profile " \
-    "tune repeat dropout"
+    "tune repeat"
 
 #define VALUES_LATER "1bit-adam 01-adam 1bit-lamb onebitadam zerooneadam onebitlamb"
 

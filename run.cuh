@@ -21,7 +21,7 @@
 enum { STEPS_IN_FLIGHT = 2 };      // the host enqueues step s + 1 before it reads the result of step s
 
 /* What may be traded for memory. */
-typedef struct Setting { int stage; Recompute recompute; int segment_layers; int B, G; } Setting;
+typedef struct Setting { int stage; Recompute recompute; int segment_layers; int B, G; bool offloads; } Setting;
 
 typedef struct Run {
     const Flags* flags;
@@ -255,6 +255,10 @@ static void plan_run(Run* run, bool training)
     m->zero = &run->zero;
     m->recompute = s->recompute;
     m->segment_layers = s->segment_layers;
+    m->dropout = f->dropout;
+    m->attention_dropout = f->attn_dropout < 0 ? f->dropout : f->attn_dropout;
+    m->seed = (unsigned long long)f->seed;
+    m->offloads = s->offloads && training;
     m->walks_vocab = s->stage == 3 && m->config.num_pieces > 1;
     model_visits(m);
     bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));

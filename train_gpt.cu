@@ -8,7 +8,8 @@
  * passes.cuh       forward and backward      zero/weights.h init.h       weights: read, written, made
  * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
  * choices.cuh      multiple choice           kernels/device.cuh          the device
- * environment.cuh  what --report prints      ds_config.h ds_keys.h       DeepSpeed's JSON as flags
+ * shapes.cuh       presets and configs       environment.cuh             what --report prints
+ *                                            ds_config.h ds_keys.h       DeepSpeed's JSON as flags
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"
@@ -29,6 +30,10 @@ void run_all_fp16(const Flags* f, Comm* comm);
 #define RUN_ALL run_all_fp16
 #else
 #define RUN_ALL run_all_fp32
+#endif
+
+#ifdef PREC_BF16
+size_t device_bytes_bf16(const Run* run, Setting s) { return setting_estimate(run, s).device_bytes; }
 #endif
 
 // ------------------------------------------------------------------------------------------------ what is printed
@@ -83,6 +88,11 @@ static void print_start(Run* run, const char* model_name)
         run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
     if (run->comm.rank == 0) rates_print(f, stdout);
+    if (run->model.dropout > 0 || run->model.attention_dropout > 0)
+        SAY("dropout %g of embeddings and branches, %g of attention probabilities\n", run->model.dropout,
+            run->model.attention_dropout);
+    else if (c->pdrop > 0 && !f->given[FLAG_dropout])
+        SAY("dropout none: config.json names %g, which is taken with --dropout %g\n", c->pdrop, c->pdrop);
     WireBytes wire = zero_wire_bytes(&run->zero);
     char optimizer_wire[64] = "";
     if (wire.optimizer > 0)
@@ -186,11 +196,15 @@ static void train_step(Run* run)
     size_t asked_before = run->comm.asked_bytes;
     zero_step_begin(&run->zero);
     float dloss = (float)(1.0 / run->config.nominal_toks);
+    size_t position = loader_position(run->train);
+    run->model.drops = true;
     for (int micro = 0; micro < run->G; micro++) {
         load_batch(run, run->train, (size_t)micro);
+        run->model.first_sequence = position + ((size_t)micro * run->comm.num_ranks + run->comm.rank) * run->B;
         model_train_micro(&run->model, run->B, run->T, dloss, micro, run->G);
         print_bar(run, micro);
     }
+    run->model.drops = false;
     zero_step_ask(&run->zero, signals_take());
     zero_step_end(&run->zero, run->config, optimizer_config(run->flags), slot);
     run->step_asked_bytes += run->comm.asked_bytes - asked_before;
@@ -494,8 +508,11 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     batch_arithmetic(run, run->comm.num_ranks);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
     rates_apply(&run->model.shard, f);
-    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G};
+    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
+    run->setting.offloads = strcmp(f->offload, "activations") == 0;
+    if (run->setting.offloads && run->setting.recompute != Recompute::BLOCKS && !f->auto_)
+        die_usage("--offload activations moves the inputs that -r block or -r K keeps: give one of them");
     if (f->auto_) setting_choose(run, device_free_bytes(run));
     if (run->train_set.num_files > 0) open_loaders(run);
     run->config = step_config(run);
@@ -543,6 +560,7 @@ static void run_free(Run* run)
     for (cudaEvent_t event : {run->batch_copied[0], run->batch_copied[1], run->step_begun[0], run->step_begun[1],
                               run->step_ended[0], run->step_ended[1]})
         CUDA_CHECK(cudaEventDestroy(event));
+    if (run->model.offloads) offload_free(&run->model.inputs);
     zero_free(&run->zero);
     plan_ensure_held(&run->plan, "at the end");
     plan_run_free(run);

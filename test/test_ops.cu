@@ -13,6 +13,7 @@
 #include "../kernels/rope.cuh"
 #include "../kernels/swiglu.cuh"
 #include "../kernels/gelu.cuh"
+#include "../kernels/dropout.cuh"
 #include "../kernels/matmul.cuh"
 #include "../kernels/attention.cuh"
 #include "../kernels/attention_cached.cuh"
@@ -77,6 +78,7 @@ int main(int argc, char** argv)
     op_table(rope_tests, filter, bench, memory_gbps, &totals);
     op_table(swiglu_tests, filter, bench, memory_gbps, &totals);
     op_table(gelu_tests, filter, bench, memory_gbps, &totals);
+    op_table(dropout_tests, filter, bench, memory_gbps, &totals);
     op_table(matmul_tests, filter, bench, memory_gbps, &totals);
     op_table(attention_tests, filter, bench, memory_gbps, &totals);
     op_table(attention_cached_tests, filter, bench, memory_gbps, &totals);
