@@ -27,6 +27,8 @@
     F(INT,    micro_batch,   'b', 4,         1, 1 << 20, "sequences per rank and micro-step") \
     F(INT,    grad_accum,    'g', 1,         1, 1 << 20, "micro-steps per optimizer step") \
     F(INT,    batch,          0,  0,         1, 1 << 30, "global batch in sequences; gives -b or -g when one is left out") \
+    F(TEXT,   batch_ramp,     0,  "",        0, 0, "FROM:STEPS: the global batch grows from FROM sequences over the first steps, by whole micro-steps") \
+    F(TEXT,   seq_ramp,       0,  "",        0, 0, "FROM:STEPS: of each sequence the first FROM tokens are used, growing over the first steps by 8") \
     F(INT,    seq_len,       't', 0,         1, 1 << 24, "tokens per sequence (default: the model's context, at most 1024)") \
     F(INT,    steps,         'n', 0,         0, INT64_MAX, "optimizer steps, counted from the run's beginning (default: --epochs)") \
     F(INT,    epochs,         0,  1,         1, 1 << 20, "passes over the training shards, when -n is not given") \

@@ -7,6 +7,7 @@
 #include "data/tokenizer.h"
 #include "generate.cuh"
 #include "passes.cuh"
+#include "ramp.h"
 #include "rates.h"
 #include "zero/checkpoint.h"
 #include "zero/update.h"
@@ -39,6 +40,7 @@ typedef struct Run {
     int B, G, T;
     Setting setting;
     size_t global_batch;           // B * G * R sequences
+    Ramp batch_ramp, seq_ramp;     // of global_batch and T
     size_t num_steps;              // where the run ends
     size_t step;                   // steps done, skipped ones included
     RunLog log;
@@ -146,6 +148,23 @@ static void open_data(Run* run)
     }
 }
 
+/* Micro-steps and tokens of a sequence in step `step`, counted from 0. */
+static size_t step_micro_steps(const Run* run, size_t step)
+{
+    const size_t unit = (size_t)run->B * run->comm.num_ranks;
+    return ramp_size(run->batch_ramp, step, unit, run->global_batch) / unit;
+}
+static int step_seq_len(const Run* run, size_t step) { return (int)ramp_size(run->seq_ramp, step, 8, run->T); }
+
+/* The step that uses up `windows`, from step `first` on. */
+static size_t last_step(const Run* run, size_t first, size_t windows)
+{
+    size_t step = first, used = 0;
+    for (; used < windows && step < run->batch_ramp.steps; step++)
+        used += step_micro_steps(run, step) * run->B * run->comm.num_ranks;
+    return used < windows ? step + ceil_div(windows - used, run->global_batch) : step;
+}
+
 static void open_loaders(Run* run)
 {
     const Flags* f = run->flags;
@@ -165,7 +184,7 @@ static void open_loaders(Run* run)
     } else {
         size_t windows = run->train->num_windows * (size_t)f->epochs;
         run->train->config.limit_windows = windows;
-        run->num_steps = ceil_div(windows, run->global_batch);
+        run->num_steps = last_step(run, 0, windows);
     }
     if (!run->has_val) return;
     config.flag = "--val";
