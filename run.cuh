@@ -79,6 +79,24 @@ static void batch_arithmetic(Run* run, int num_ranks)
     run->global_batch = (size_t)(B * G * R);
 }
 
+/* --elastic: the checkpoint's global batch on the ranks that are here: the largest micro-batch up to -b that divides a
+ * rank's share, and the micro-steps that it takes. */
+static void batch_of_checkpoint(Run* run, const char* folder)
+{
+    const Flags* f = run->flags;
+    size_t R = (size_t)run->comm.num_ranks, batch = checkpoint_global_batch(folder), fits = R;
+    ENSURE(!f->given[FLAG_batch] || (size_t)f->batch == batch, "--elastic keeps the global batch of %zu sequences in "
+           "%s, --batch is %lld: leave it out", batch, folder, (long long)f->batch);
+    while (batch % fits != 0) fits--;
+    ENSURE(fits == R, "--elastic: the global batch of %zu sequences in %s does not divide over %zu ranks; the most "
+           "that it divides over below that is %zu: start those", batch, folder, R, fits);
+    size_t share = batch / R, B = (size_t)f->micro_batch < share ? (size_t)f->micro_batch : share;
+    while (share % B != 0) B--;
+    run->B = (int)B;
+    run->G = (int)(share / B);
+    run->global_batch = batch;
+}
+
 static bool path_exists(const char* folder, const char* name, char (&path)[4096])
 {
     snprintf(path, sizeof path, "%s%s%s", folder, name[0] ? "/" : "", name);
@@ -214,6 +232,9 @@ static StepConfig step_config(const Run* run)
     c.max_norm = f->clip;
     c.beta1 = f->beta1;
     c.beta2 = optimizer_beta2(f);
+    c.spike_deviations = f->spike_deviations;
+    c.spike_window = (double)f->spike_window;
+    c.spike_skips = f->spike_skip;
     c.nominal_toks = (double)run->global_batch * run->T;
     c.dynamic_loss_scale = is_fp16() && f->loss_scale == 0;
     c.min_loss_scale = f->min_loss_scale;

@@ -17,6 +17,7 @@
 #include "environment.cuh"
 #include "choices.cuh"
 #include "generate.cuh"
+#include "same.cuh"
 #include "zero/init.h"
 
 #define VERSION "0.1.0"
@@ -112,8 +113,35 @@ static void print_start(Run* run, const char* model_name)
     fflush(stdout);
 }
 
-static void print_step(Run* run, const StepState* s, size_t step, double took_s)
+/* Where the Inf or NaN is for which a step was skipped: a tensor's gradient, or the loss alone. Synchronises. */
+static const char* nonfinite_name(Run* run, int slot)
 {
+    int t = zero_first_nonfinite(&run->zero, slot);
+    return t >= 0 ? run->model.shard.tensors[t].name : "the loss";
+}
+
+/* What is unusual about a step, for its line and into the log. Every rank comes here. */
+static void remark_step(Run* run, const StepState* s, int slot, char (&text)[256])
+{
+    text[0] = 0;
+    if (s->skip == Skip::NO_TOKS) snprintf(text, sizeof text, " | no token counted: nothing changed");
+    if (s->skip == Skip::NONFINITE) {
+        const char* name = nonfinite_name(run, slot);
+        snprintf(text, sizeof text, " | SKIPPED: Inf or NaN in %s", name);
+        log_text(&run->log, "nonfinite", name);
+    } else if (s->is_spike) {
+        bool loss = s->loss_deviations > s->norm_deviations;
+        snprintf(text, sizeof text, " | %s: %s %.1f deviations above its mean",
+                 s->skip == Skip::SPIKE ? "SKIPPED" : "WARNING", loss ? "loss" : "norm",
+                 loss ? s->loss_deviations : s->norm_deviations);
+        log_real(&run->log, "loss_deviations", s->loss_deviations);
+        log_real(&run->log, "norm_deviations", s->norm_deviations);
+    }
+}
+
+static void print_step(Run* run, const StepState* s, size_t step, int slot, double took_s)
+{
+    char remark[256];
     const Flags* f = run->flags;
     run->mean_step_s = run->mean_step_s == 0 ? took_s : 0.9 * run->mean_step_s + 0.1 * took_s;
     double toks_per_s = s->num_toks / took_s;
@@ -127,11 +155,12 @@ static void print_step(Run* run, const StepState* s, size_t step, double took_s)
     log_real(&run->log, "step_ms", took_s * 1e3);
     log_real(&run->log, "tok_per_s", toks_per_s);
     log_int(&run->log, "tokens", (long long)s->num_toks);
-    log_int(&run->log, "skipped", s->skip == Skip::NONFINITE);
+    log_int(&run->log, "skipped", s->skip == Skip::NONFINITE || s->skip == Skip::SPIKE);
     log_real(&run->log, "host_mib", resident_bytes() / 1048576.0);
     if (is_fp16()) log_real(&run->log, "loss_scale", s->used_loss_scale);
+    remark_step(run, s, slot, remark);
     if (run->comm.rank != 0) return;
-    if (step % f->log_every != 0 && step != run->num_steps) return;
+    if (step % f->log_every != 0 && step != run->num_steps && !remark[0]) return;
     char loss[32] = "n/a", eta[32];
     if (s->num_toks > 0) snprintf(loss, sizeof loss, "%.6f", s->loss);
     long left_s = (long)(run->mean_step_s * (double)(run->num_steps - step) + 0.5);
@@ -147,9 +176,7 @@ static void print_step(Run* run, const StepState* s, size_t step, double took_s)
     if (peak_share > 0) printf(" | %.1f%% peak", 100 * peak_share);
     if (is_fp16()) printf(" | scale %g", s->used_loss_scale);
     printf(" | %.2f GiB | eta %s%s\n", plan_bytes(&run->plan, Place::DEVICE) / 1073741824.0, eta,
-           s->skip == Skip::NONFINITE ? " | SKIPPED: a gradient is Inf or NaN"
-           : s->skip == Skip::NO_TOKS ? " | no token counted: nothing changed"
-                                      : "");
+           remark);
     fflush(stdout);
 }
 
@@ -223,16 +250,12 @@ static void train_step(Run* run)
 }
 
 /* Every rank comes here at the same step. */
-[[noreturn]] static void stop_at_nonfinite(Run* run, const StepState* s, size_t step)
+[[noreturn]] static void stop_at_nonfinite(Run* run, const StepState* s, size_t step, int slot)
 {
-    int t = zero_first_nonfinite(&run->zero);
-    char found[160] = "";
-    if (t >= 0)
-        snprintf(found, sizeof found, "; the first tensor with an Inf or NaN%s is %s",
-                 step < run->step ? ", in the step after," : "", run->model.shard.tensors[t].name);
-    die("step %zu: the gradient is not finite, %s%s (loss %g): lower -l, or look at the data; "
-        "the last checkpoint is as it was",
-        step, s->loss_scale_exhausted ? "at the smallest loss scale" : "10 times in a row", found, s->loss);
+    die("step %zu: the gradient is not finite, %s; there is an Inf or NaN in %s (loss %g): lower -l, or look at the "
+        "data; the last checkpoint is as it was", step,
+        s->loss_scale_exhausted ? "at the smallest loss scale" : "10 times in a row", nonfinite_name(run, slot),
+        s->loss);
 }
 
 /* Waits for the result of step `step` (counted from 1), prints and logs it, stops when numbers have gone wrong for
@@ -244,14 +267,14 @@ static void finish_step(Run* run, size_t step, const char* hash)
     CUDA_CHECK(cudaEventSynchronize(run->step_ended[slot]));
     CUDA_CHECK(cudaEventElapsedTime(&took_ms, run->step_begun[slot], run->step_ended[slot]));
     const StepState* s = &run->zero.h_state[slot];
-    print_step(run, s, step, took_ms * 1e-3);
+    print_step(run, s, step, slot, took_ms * 1e-3);
     if (hash != nullptr) log_text(&run->log, "state_hash", hash);
     log_end(&run->log);
     run->seen_skip = s->skip == Skip::NONFINITE;
     Ask ask = s->asked_to_end ? Ask::END : s->asked_to_save ? Ask::SAVE : Ask::NONE;
     if (ask > run->ask) run->ask = ask;
     if (s->loss_scale_exhausted || (s->num_skipped_in_a_row >= 10 && !run->config.dynamic_loss_scale))
-        stop_at_nonfinite(run, s, step);
+        stop_at_nonfinite(run, s, step, slot);
 }
 
 typedef struct { double loss; double num_tokens; } EvalResult;   // of no token: cut short
@@ -341,6 +364,7 @@ static void save(Run* run)
     const StepState* last = &run->zero.h_state[(run->step - 1) % STEPS_IN_FLIGHT]; // settled: a save waits for its step
     state.num_applied = last->num_applied;
     state.num_skipped = last->num_skipped;
+    state.spikes = last->spikes;
     state.has_loss_scale = is_fp16();
     state.loss_scale = last->loss_scale;
     state.num_good_steps = last->num_good_steps;
@@ -413,6 +437,7 @@ static void resume(Run* run, const char* folder)
     StepState device_state = step_state_init(run->config, first_loss_scale(run->flags));
     device_state.num_applied = state.num_applied;
     device_state.num_skipped = state.num_skipped;
+    device_state.spikes = state.spikes;
     if (run->config.dynamic_loss_scale && state.has_loss_scale) {
         device_state.loss_scale = state.loss_scale;
         device_state.num_good_steps = state.num_good_steps;
@@ -487,20 +512,6 @@ static void log_start(Run* run, const char* model_name)
     log_end(&run->log);
 }
 
-/* What all ranks must agree on before the first collective. */
-static uint64_t run_hash(const Run* run)
-{
-    uint64_t hash = fnv1a64(VERSION, sizeof VERSION);
-    for (const FlagRow& row : flag_rows) {
-        char buf[64];
-        const char* value = flag_value(run->flags, &row, buf);
-        hash = fnv1a64(value, strlen(value) + 1, hash);
-    }
-    hash = fnv1a64(&run->train_set.num_toks, sizeof run->train_set.num_toks, hash);
-    hash = fnv1a64(&run->val_set.num_toks, sizeof run->val_set.num_toks, hash);
-    return fnv1a64(run->model.shard.units, run->model.shard.num_units * sizeof(Unit), hash);
-}
-
 /* Flags, files and plan: all that can be refused before anything is allocated. Returns the model's name; resume_path is
  * the checkpoint to go on from, or empty. */
 static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
@@ -518,6 +529,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
     batch_arithmetic(run, run->comm.num_ranks);
+    if (f->elastic && resume_path[0]) batch_of_checkpoint(run, resume_path);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
     rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false};
@@ -581,6 +593,9 @@ static void run_free(Run* run)
     plan_run_free(run);
     plan_free(&run->plan);
     shard_free(&run->model.shard);
+    token_set_close(&run->train_set);
+    token_set_close(&run->val_set);
+    free((void*)run->model.config.hf_text);
     matmul_free();
 }
 
@@ -596,7 +611,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
     const char* model_name = run_prepare(run, trains, resume_path);
     if (trains || f->plan) print_start(run, model_name);
     if (f->plan) return;
-    comm_ensure_same(comm, run_hash(run), "build, flags, data or model");
+    ensure_same_start(run);
     run_allocate(run, model_name, resume_path);
     if (exports) {
         weights_export(&run->zero, f->export_, weights_dtype(f->export_dtype), (size_t)f->shard_bytes,
@@ -643,6 +658,10 @@ static void refuse_what_is_not_there(const Flags* f)
         die_usage("--export-dtype and --shard-bytes go with --export; checkpoints hold fp32");
     if (f->given[FLAG_epochs] && f->given[FLAG_steps])
         die_usage("-n and --epochs both say where the run ends: give one");
+    if (f->elastic && !f->given[FLAG_resume]) die_usage("--elastic goes with --resume: it keeps a checkpoint's batch");
+    if (f->given[FLAG_save_every] && !f->out[0]) die_usage("--save-every needs -o FOLDER to save to");
+    if (f->given[FLAG_min_lr] && f->min_lr > f->lr)
+        die_usage("--min-lr %g is above the peak --lr %g: lower it", f->min_lr, f->lr);
     int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_] +
                 f->given[FLAG_choices];
     if (modes > 1)

@@ -117,6 +117,7 @@ for device in "${devices[@]}"; do
         fi
     fi
     run "$device-build" make DEVICE="$device" all tests || continue
+    [ "$device" = cpu ] && run sanitize-build make DEVICE=cpu SANITIZE=1 PREC=fp32 build/sanitize/train_gpt
     run_programs "$device"
     [ "$device" = emu ] && run_unfused
     export "TRAIN_GPT_${device^^}=build/$device/train_gpt"
