@@ -182,7 +182,7 @@ static void traffic_classifier(TrafficRun* run)
     }
 }
 
-static void traffic_adamw(TrafficRun* run)
+template <Rule rule> static void traffic_rule(TrafficRun* run, const char* name, size_t elem_bytes)
 {
     const bool master = sizeof(floatX) < 4;
     floatX* param = traffic_tensor<floatX>(run, TRAFFIC_NC);
@@ -190,8 +190,18 @@ static void traffic_adamw(TrafficRun* run)
     float* grad = traffic_tensor<float>(run, TRAFFIC_NC);
     float* whole = master ? traffic_tensor<float>(run, TRAFFIC_NC) : nullptr;
     StepState* state = traffic_tensor<StepState>(run, 1, Reuse::SMALL);
-    TRAFFIC(run, "adamw_update", (master ? 30 : 28) * TRAFFIC_NC,
-            adamw_update(param, whole, m, v, grad, TRAFFIC_NC, 0.1f, 0.9f, 0.95f, 1e-8f, state, nullptr));
+    OptimizerRuns runs = {};
+    runs_extend(&runs, TRAFFIC_NC, 0.1f, 1.0f);
+    const OptimizerConfig config = {Optimizer::ADAMW, 0.9f, 0.95f, 1e-8f, 0.9f, 0.0f, false};
+    TRAFFIC(run, name, (elem_bytes + (master ? 2 : 0)) * TRAFFIC_NC,
+            optimizer_update<rule>(param, whole, m, v, grad, &runs, config, nullptr, state, nullptr));
+}
+
+static void traffic_optimizers(TrafficRun* run)
+{
+    traffic_rule<Rule::ADAMW>(run, "adamw", 28);
+    traffic_rule<Rule::SGD>(run, "sgd", 20);
+    traffic_rule<Rule::ADAGRAD>(run, "adagrad", 20);
 }
 
 /* Bank conflicts and sectors only: its cost is arithmetic. */
@@ -221,7 +231,7 @@ static int traffic_main()
     traffic_llama(&run);
     traffic_elementwise(&run);
     traffic_classifier(&run);
-    traffic_adamw(&run);
+    traffic_optimizers(&run);
     traffic_attention(&run);
     printf("%d passed, %d failed\n", run.num_passed, run.num_failed);
     return run.num_failed != 0;
