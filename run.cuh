@@ -19,7 +19,7 @@
 enum { STEPS_IN_FLIGHT = 2 };      // the host enqueues step s + 1 before it reads the result of step s
 
 /* What may be traded for memory. */
-typedef struct Setting { int stage; Recompute recompute; int segment_layers; int B, G; } Setting;
+typedef struct Setting { int stage; Recompute recompute; int segment_layers; int B, G; Storage storage; } Setting;
 
 typedef struct Run {
     const Flags* flags;
@@ -236,6 +236,26 @@ static void recompute_from_flag(Setting* s, const char* value, int L)
     s->segment_layers = k < L ? (int)k : L;
 }
 
+static Dtype dtype_find(const char* name)
+{
+    for (int i = 0; i < (int)(sizeof dtype_names / sizeof dtype_names[0]); i++)
+        if (strcmp(name, dtype_names[i]) == 0) return (Dtype)i;
+    return FLOATX_DTYPE;                                     // "none": what the parameters are kept in
+}
+
+/* --master and --state-dtype, which must make sense at this precision. */
+static Storage storage_from_flags(const Flags* f)
+{
+    bool fp32_master = strcmp(f->master, "fp32") == 0;
+    if (!fp32_master && strcmp(FLOATX_NAME, "fp32") == 0)
+        die_usage("--master %s is for -p bf16: fp32 parameters are their own master", f->master);
+    if (!fp32_master && is_fp16())
+        die_usage("--master %s is for -p bf16: an fp16 weight %s", f->master,
+                  strcmp(f->master, "split") == 0 ? "is not the upper half of a float"
+                                                  : "has no room for a small step: its smallest is 6e-8");
+    return Storage{dtype_find(f->master), dtype_find(f->state_dtype)};
+}
+
 /* Where each tensor lies, for this number of ranks. */
 static void place_tensors(Run* run)
 {
@@ -256,7 +276,7 @@ static void plan_run(Run* run, bool training)
     m->recompute = s->recompute;
     m->segment_layers = s->segment_layers;
     model_visits(m);
-    ZeroConfig zero = {s->stage, m->resident, s->G, training, f->overlap != 0,
+    ZeroConfig zero = {s->stage, m->resident, s->G, training, s->storage, (uint64_t)f->seed, f->overlap != 0,
                        strcmp(f->reduce, "step") == 0, f->deterministic,
                        (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket};

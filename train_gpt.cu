@@ -336,7 +336,7 @@ static void weights_init(Run* run)
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
             tensor_init(bounce, t, part.first - t->first + done, n, (uint64_t)run->flags->seed);
-            weights_from_host(&run->zero, t->unit, part.first + done, bounce, n);
+            zero_state_from_host(&run->zero, STATE_WEIGHTS, t->unit, part.first + done, n, bounce);
             done += n;
         }
     }
@@ -368,6 +368,10 @@ static void resume(Run* run, const char* folder)
         run->config = step_config(run);
     }
     SAY("resume  %s: step %zu, window %zu\n", folder, state.step, state.position_windows);
+    if (state.fp32_weights && run->zero.storage.master == Dtype::BF16)
+        SAY("        --master none: the weights, fp32 until now, are rounded to bf16\n");
+    if (state.fp32_moments && run->zero.storage.moments == Dtype::BF16)
+        SAY("        --state-dtype bf16: the moments, fp32 until now, are rounded\n");
     if (state.seed != (unsigned long long)run->flags->seed)
         SAY("        --seed is %lld, was %llu: the order of the data changes here\n", (long long)run->flags->seed,
             state.seed);
@@ -438,7 +442,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
     batch_arithmetic(run, run->comm.num_ranks);
     place_tensors(run);
-    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G};
+    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, storage_from_flags(f)};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
     if (f->auto_) setting_choose(run, device_free_bytes(run));
     if (run->train_set.num_files > 0) open_loaders(run);

@@ -83,6 +83,7 @@ int main(int argc, char** argv)
     op_table(accumulate_tests, filter, bench, memory_gbps, &totals);
     op_table(global_norm_tests, filter, bench, memory_gbps, &totals);
     op_table(step_tests, filter, bench, memory_gbps, &totals);
+    op_table(values_tests, filter, bench, memory_gbps, &totals);
     op_table(optimizer_tests, filter, bench, memory_gbps, &totals);
     matmul_free();
     if (bench) return 0;

@@ -22,53 +22,34 @@ typedef struct RunState {
     int num_good_steps, hysteresis_left;
     unsigned long long seed;
     size_t seq_len, global_batch;
+    bool fp32_weights, fp32_moments;    // were kept to the last bit: in other storage they are rounded
 } RunState;
 
 static const size_t MAX_FILE_BYTES = 5000000000;   // larger files are split
 
 // ------------------------------------------------------------------------------------------------- device <-> file
-/* fp32 values of device elements `values` (count) into tensor `st` of the file from element `first` on. */
-static void file_from_device(const SafeTensors* files, const SafeTensor* st, size_t first, const float* values,
-                             size_t count, Zero* z)
+/* The floats of `count` elements of a state from `flat` on, into tensor `st` of the file from element `first` on. */
+static void file_from_device(const SafeTensors* files, const SafeTensor* st, size_t first, Zero* z, StateKind kind, int u,
+                             size_t flat, size_t count)
 {
     for (size_t done = 0; done < count; ) {
         size_t n = count - done < BOUNCE_ELEMS ? count - done : BOUNCE_ELEMS;
-        CUDA_CHECK(cudaMemcpyAsync(z->bounce, values + done, n * sizeof(float), cudaMemcpyDeviceToHost, z->compute));
-        CUDA_CHECK(cudaStreamSynchronize(z->compute));
+        zero_state_to_host(z, kind, u, flat + done, n, z->bounce);
         safetensors_write_f32(files, st, first + done, n, z->bounce);
         done += n;
     }
 }
 
-static void device_from_file(float* values, const SafeTensors* files, const SafeTensor* st, size_t first, size_t count,
-                             Zero* z)
+/* The way back. zero_params_loaded follows when all weights are there. */
+static void device_from_file(Zero* z, StateKind kind, int u, size_t flat, size_t count, const SafeTensors* files,
+                             const SafeTensor* st, size_t first)
 {
     for (size_t done = 0; done < count; ) {
         size_t n = count - done < BOUNCE_ELEMS ? count - done : BOUNCE_ELEMS;
         safetensors_read_f32(files, st, first + done, n, z->bounce);
-        CUDA_CHECK(cudaMemcpyAsync(values + done, z->bounce, n * sizeof(float), cudaMemcpyHostToDevice, z->compute));
-        CUDA_CHECK(cudaStreamSynchronize(z->compute));
+        zero_state_from_host(z, kind, u, flat + done, n, z->bounce);
         done += n;
     }
-}
-
-/* fp32 host values, which are overwritten, into what this rank keeps of unit u from element `flat` on: the master, and
- * rounded the parameters. zero_params_loaded follows when all are there. */
-static void weights_from_host(Zero* z, int u, size_t flat, float* values, size_t count)
-{
-    if (z->master != nullptr) {
-        float* master = z->master + zero_state_first(z, u) + (flat - zero_owned(z, u).first);
-        CUDA_CHECK(cudaMemcpyAsync(master, values, count * sizeof(float), cudaMemcpyHostToDevice, z->compute));
-        CUDA_CHECK(cudaStreamSynchronize(z->compute));
-        for (size_t i = 0; i < count; i++) {   // in place: what is written is never ahead of what is read
-            floatX rounded;
-            store_f(&rounded, values[i]);
-            memcpy((char*)values + i * sizeof rounded, &rounded, sizeof rounded);
-        }
-    }
-    floatX* params = zero_own_param(z, u, flat);
-    CUDA_CHECK(cudaMemcpyAsync(params, values, count * sizeof(floatX), cudaMemcpyHostToDevice, z->compute));
-    CUDA_CHECK(cudaStreamSynchronize(z->compute));
 }
 
 // -------------------------------------------------------------------------------------------------------- folders
@@ -166,18 +147,8 @@ static SafeTensors* plan_files(const Shard* s, const char* path, const char* con
     return files;
 }
 
-enum StateKind { STATE_WEIGHTS, STATE_M, STATE_V };
 static const char* const weight_suffixes[] = {""};
 static const char* const optimizer_suffixes[] = {".m", ".v"};
-
-/* Where this rank keeps element `flat` of unit u: of its weights or of a moment. */
-static float* state_at(const Zero* z, StateKind kind, int u, size_t flat)
-{
-    size_t at = zero_state_first(z, u) + (flat - zero_owned(z, u).first);
-    if (kind == STATE_M) return z->moment1 + at;
-    if (kind == STATE_V) return z->moment2 + at;
-    return z->master ? z->master + at : (float*)zero_own_param(z, u, flat);
-}
 
 /* This rank's slice of every tensor into the files. */
 static void write_slices(Zero* z, const SafeTensors* files, StateKind kind, const char* suffix)
@@ -190,8 +161,8 @@ static void write_slices(Zero* z, const SafeTensors* files, StateKind kind, cons
         if (part.count == 0) continue;
         char name[80];
         snprintf(name, sizeof name, "%s%s", tensor->name, suffix);
-        file_from_device(files, safetensors_get(files, name), part.first - tensor->first,
-                         state_at(z, kind, tensor->unit, part.first), part.count, z);
+        file_from_device(files, safetensors_get(files, name), part.first - tensor->first, z, kind, tensor->unit,
+                         part.first, part.count);
     }
 }
 
@@ -233,6 +204,8 @@ static void run_state_write(const RunState* s, const Zero* z, const char* path)
     json_add_int(j, "num_ranks", z->comm->num_ranks);
     json_add_int(j, "zero_stage", z->stage);
     json_add_string(j, "precision", FLOATX_NAME);
+    json_add_string(j, "master", dtype_names[(int)z->storage.master]);
+    json_add_string(j, "moments", dtype_names[(int)z->storage.moments]);
     json_write_file(path, j);
     cJSON_Delete(j);
 }
@@ -334,12 +307,7 @@ static void weights_load(Zero* z, const char* folder, bool tied)
         ENSURE(st != nullptr, "%s: has no tensor %s, which config.json asks for", files->path, t->name);
         ensure_shape(files, st, t);
         Range part = tensor_part(t, zero_owned(z, t->unit));
-        for (size_t done = 0; done < part.count; ) {
-            size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
-            safetensors_read_f32(files, st, part.first - t->first + done, n, z->bounce);
-            weights_from_host(z, t->unit, part.first + done, z->bounce, n);
-            done += n;
-        }
+        device_from_file(z, STATE_WEIGHTS, t->unit, part.first, part.count, files, st, part.first - t->first);
     }
     for (size_t i = 0; i < files->num_tensors; i++) {
         const char* name = files->tensors[i].name;
@@ -372,6 +340,8 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
     state.seed = (unsigned long long)json_int(j, "seed", 0, JSON_MAX_INT, path);
     state.seq_len = (size_t)json_int(j, "seq_len", 1, JSON_MAX_INT, path);
     state.global_batch = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);
+    state.fp32_weights = strcmp(json_string_or(j, "master", "fp32", path), "bf16") != 0;
+    state.fp32_moments = strcmp(json_string_or(j, "moments", "fp32", path), "fp32") == 0;
     cJSON_Delete(j);
 
     const Shard* s = z->shard;
@@ -386,8 +356,8 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
             snprintf(name, sizeof name, "%s%s", t->name, optimizer_suffixes[k]);
             const SafeTensor* st = safetensors_get(files, name);
             ensure_shape(files, st, t);
-            device_from_file(state_at(z, k == 0 ? STATE_M : STATE_V, t->unit, part.first), files, st,
-                             part.first - t->first, part.count, z);
+            device_from_file(z, k == 0 ? STATE_M : STATE_V, t->unit, part.first, part.count, files, st,
+                             part.first - t->first);
         }
     }
     safetensors_close(files);

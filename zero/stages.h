@@ -26,11 +26,19 @@ typedef struct { float beta1, beta2, eps, weight_decay; } AdamwConfig;
 
 static const size_t BOUNCE_ELEMS = 1 << 20;
 
+/* How what the optimizer works with is kept. */
+typedef struct Storage {
+    Dtype master;           // FP32; SPLIT: its upper half is the weight; floatX's own type: there is none (always in fp32)
+    Dtype moments;          // FP32 or BF16
+} Storage;
+
 typedef struct ZeroConfig {
     int stage;
     const bool* resident;       // (num_units) the gradient is kept whole, and at stage 3 the parameters
     int num_micro_steps;
     bool training;              // else no gradients and moments
+    Storage storage;
+    uint64_t seed;              // of random roundings
     bool overlap;
     bool reduces_once;          // stages 2-3: gradients whole, sent at the boundary instead of in each micro-step
     bool deterministic;         // reductions in rank order, whatever NCCL does
@@ -44,6 +52,8 @@ typedef struct Zero {
     Comm* comm;
     const Shard* shard;
     int stage;
+    Storage storage;
+    uint64_t seed;
     bool training, overlap;
     bool reduces_once;          // gradients are kept whole at every stage, as at stage 1
     int num_micro_steps;
@@ -65,14 +75,15 @@ typedef struct Zero {
     float* grad_slices;         // (P/R) stages 2-3
     float* reduced;             // stages 2-3 with several micro-steps: the slices of one bucket as they arrive
     // optimizer
-    float *moment1, *moment2;   // (P) stage 0, (P/R) else
-    float* master;              // fp32 copy of what this rank updates; null when floatX is float
+    char *moment1, *moment2;    // (P) stage 0, (P/R) else
+    char* master;               // of what this rank updates: fp32, or the lower halves; null where there is no more to know
     double* step_sums;          // (NUM_STEP_SUMS) summed over micro-steps, then over ranks
     double* norm_scratch;
     StepState* state;
     StepState* h_state;         // (2) pinned: the host reads the step before, so that no step waits for it
     unsigned long long* hash;   // (1)
     float* bounce;              // (BOUNCE_ELEMS) pinned: between files and the device
+    unsigned short* halves;     // (2, BOUNCE_ELEMS) pinned: the same for what is not kept as floats
     cudaStream_t compute, reduce, gather;
     cudaEvent_t edge;           // of stream_wait where nothing else remembers the place
     cudaEvent_t grad_ring_free[RING_SIZE];   // reduce -> compute: the ring buffer may be overwritten
@@ -107,11 +118,27 @@ static floatX* zero_own_param(const Zero* z, int u, size_t flat)
     return z->own_params[u] + (flat - zero_owned(z, u).first);
 }
 
-/* The reduced gradient of a flat range of unit u that this rank holds. */
-static float* zero_reduced_grad(const Zero* z, int u, size_t flat)
+/* What the optimizer keeps of each element. */
+enum StateKind { STATE_WEIGHTS, STATE_M, STATE_V, NUM_STATE_KINDS };
+
+/* Where this rank keeps element `flat` of what it updates of unit u, and how: to the optimizer each is a float. */
+static Values zero_state(const Zero* z, StateKind kind, int u, size_t flat)
 {
-    if (!zero_slices_grads(z)) return z->grads + flat;
-    return z->grad_slices + shard_packed_first(z->shard, u) + (flat - shard_slice(z->shard, u, z->comm->rank).first);
+    size_t at = zero_state_first(z, u) + (flat - zero_owned(z, u).first);
+    if (kind == STATE_M) return values_from(Values{z->moment1, z->storage.moments, nullptr}, at);
+    if (kind == STATE_V) return values_from(Values{z->moment2, z->storage.moments, nullptr}, at);
+    floatX* param = zero_own_param(z, u, flat);
+    if (z->storage.master == FLOATX_DTYPE) return Values{param, FLOATX_DTYPE, nullptr};
+    if (z->storage.master == Dtype::SPLIT) return Values{param, Dtype::SPLIT, (unsigned short*)z->master + at};
+    return values_of((float*)z->master + at);
+}
+
+/* The reduced gradient of a flat range of unit u that this rank holds. */
+static Values zero_reduced_grad(const Zero* z, int u, size_t flat)
+{
+    if (!zero_slices_grads(z)) return values_of(z->grads + flat);
+    size_t slice = shard_slice(z->shard, u, z->comm->rank).first;
+    return values_of(z->grad_slices + shard_packed_first(z->shard, u) + (flat - slice));
 }
 
 // ------------------------------------------------------------------------------------------------- memory, streams
@@ -151,6 +178,20 @@ static void plan_params(Zero* z, Plan* plan)
                  z->param_buckets.slot_elems);
 }
 
+/* Of the `count` elements that this rank updates. */
+static void plan_states(Zero* z, Plan* plan, size_t count)
+{
+    Dtype master = z->storage.master, moments = z->storage.moments;
+    if (master != FLOATX_DTYPE)
+        plan_add(plan, master == Dtype::SPLIT ? "master weights, lower halves" : "master weights", Place::DEVICE,
+                 &z->master, count * dtype_bytes(master));
+    if (z->training)
+        for (char** moment : {&z->moment1, &z->moment2})
+            plan_add(plan, "optimizer states", Place::DEVICE, moment, count * dtype_bytes(moments));
+    if (master != Dtype::FP32 || moments != Dtype::FP32)
+        plan_add(plan, "between files and device", Place::HOST, &z->halves, 2 * BOUNCE_ELEMS);
+}
+
 /* Adds every buffer of this stage to the plan; pointers are valid after plan_allocate and zero_start. */
 static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const ZeroConfig* config)
 {
@@ -159,6 +200,8 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     z->shard = shard;
     z->stage = config->stage;
     z->training = config->training;
+    z->storage = config->storage;
+    z->seed = config->seed;
     z->overlap = config->overlap;
     z->reduces_once = config->reduces_once;
     z->num_micro_steps = config->num_micro_steps;
@@ -174,7 +217,7 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     free(kept);
     size_t whole = shard->num_elems, state = zero_slices_states(z) ? whole / shard->num_ranks : whole;
     plan_params(z, plan);
-    if (sizeof(floatX) < 4) plan_add(plan, "master weights", Place::DEVICE, &z->master, state);
+    plan_states(z, plan, state);
     size_t largest = 0;
     for (int u = 0; u < shard->num_units; u++)
         if (shard->units[u].range.count > largest) largest = shard->units[u].range.count;
@@ -182,8 +225,6 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
         plan_add(plan, "gradients, pieces of all ranks", Place::DEVICE, &comm->pieces, largest);
     if (z->training) {
         plan_gradients(z, plan, config->resident);
-        plan_add(plan, "optimizer states", Place::DEVICE, &z->moment1, state);
-        plan_add(plan, "optimizer states", Place::DEVICE, &z->moment2, state);
     }
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->step_sums, NUM_STEP_SUMS);
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->norm_scratch, global_norm_scratch_elems());
@@ -380,14 +421,55 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
     bool one_by_one = z->comm->pieces != nullptr;   // each is summed before the pieces of the next arrive
     if (!one_by_one) comm_group_begin(z->comm);
     for (int i = u; i < buckets->first_unit[b + 1]; i++) {
-        float* own = zero_reduced_grad(z, i, shard_slice(z->shard, i, z->comm->rank).first);
+        float* own = (float*)zero_reduced_grad(z, i, shard_slice(z->shard, i, z->comm->rank).first).at;
         unit_reduce(z, i, adds ? z->reduced + (shard_packed_first(z->shard, i) - first) : own);
     }
     if (!one_by_one) comm_group_end(z->comm);
-    float* own = zero_reduced_grad(z, u, shard_slice(z->shard, u, z->comm->rank).first);
+    float* own = (float*)zero_reduced_grad(z, u, shard_slice(z->shard, u, z->comm->rank).first).at;
     size_t count = bucket_range(buckets, z->shard, b).count / z->shard->num_ranks;
     if (adds) accumulate(own, z->reduced, count, z->reduce);
     if (in_ring) CUDA_CHECK(cudaEventRecord(z->grad_ring_free[buckets->slot[b]], z->reduce));
+}
+
+// ------------------------------------------------------------------------------------------------- host and device
+/* out (count <= BOUNCE_ELEMS, pinned) = the floats of a state from element `flat` of unit u on. Synchronises. */
+static void zero_state_to_host(Zero* z, StateKind kind, int u, size_t flat, size_t count, float* out)
+{
+    Values from = zero_state(z, kind, u, flat);
+    void* to = from.dtype == Dtype::FP32 ? (void*)out : z->halves;
+    size_t size_bytes = count * dtype_bytes(from.dtype);
+    CUDA_CHECK(cudaMemcpyAsync(to, from.at, size_bytes, cudaMemcpyDeviceToHost, z->compute));
+    if (from.low != nullptr)
+        CUDA_CHECK(cudaMemcpyAsync(z->halves + BOUNCE_ELEMS, from.low, size_bytes, cudaMemcpyDeviceToHost, z->compute));
+    CUDA_CHECK(cudaStreamSynchronize(z->compute));
+    if (from.dtype == Dtype::FP32) return;
+    const Values halves = {z->halves, from.dtype, from.low != nullptr ? z->halves + BOUNCE_ELEMS : nullptr};
+    for (size_t i = 0; i < count; i++) out[i] = value_load(halves, i);
+}
+
+/* The way back: what is kept in 16 bits is rounded to nearest. `values` (pinned) is overwritten. Synchronises. */
+static void zero_state_from_host(Zero* z, StateKind kind, int u, size_t flat, size_t count, float* values)
+{
+    Values to = zero_state(z, kind, u, flat);
+    void* from = to.dtype == Dtype::FP32 ? (void*)values : z->halves;
+    size_t size_bytes = count * dtype_bytes(to.dtype);
+    const Values halves = {z->halves, to.dtype, to.low != nullptr ? z->halves + BOUNCE_ELEMS : nullptr};
+    for (size_t i = 0; i < (to.dtype == Dtype::FP32 ? 0 : count); i++) value_store(halves, i, values[i]);
+    CUDA_CHECK(cudaMemcpyAsync(to.at, from, size_bytes, cudaMemcpyHostToDevice, z->compute));
+    if (to.low != nullptr)
+        CUDA_CHECK(cudaMemcpyAsync(to.low, halves.low, size_bytes, cudaMemcpyHostToDevice, z->compute));
+    floatX* param = zero_own_param(z, u, flat);
+    if (kind == STATE_WEIGHTS && (void*)param != to.at) {   // a master, of which the parameter is a rounded copy
+        CUDA_CHECK(cudaStreamSynchronize(z->compute));
+        floatX* rounded = (floatX*)values;                  // in place: what is written is never ahead of what is read
+        for (size_t i = 0; i < count; i++) {
+            floatX x;
+            store_weight(&x, values[i]);
+            memcpy((void*)(rounded + i), &x, sizeof x);
+        }
+        CUDA_CHECK(cudaMemcpyAsync(param, rounded, count * sizeof(floatX), cudaMemcpyHostToDevice, z->compute));
+    }
+    CUDA_CHECK(cudaStreamSynchronize(z->compute));
 }
 
 // -------------------------------------------------------------------------------------------------------- the step
@@ -395,17 +477,19 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
 static void unit_update(Zero* z, int u, AdamwConfig adamw)
 {
     Range owned = zero_owned(z, u);
-    size_t at = zero_state_first(z, u);
     const Unit* unit = &z->shard->units[u];
     AdamwRuns runs = {};
-    for (int t = unit->first_tensor; t < unit->first_tensor + unit->num_tensors; t++) {
-        Range part = tensor_part(&z->shard->tensors[t], owned);
-        float weight_decay = z->shard->tensors[t].decay ? adamw.weight_decay : 0.0f;
-        if (part.count > 0) adamw_runs_extend(&runs, part.first + part.count - owned.first, weight_decay);
+    for (int i = unit->first_tensor; i < unit->first_tensor + unit->num_tensors; i++) {
+        const Tensor* t = &z->shard->tensors[i];
+        Range part = tensor_part(t, owned);
+        float weight_decay = t->decay ? adamw.weight_decay : 0.0f;
+        uint64_t index = t->logical_first + owned.first - t->first;
+        if (part.count > 0) adamw_runs_extend(&runs, part.first + part.count - owned.first, weight_decay, index);
     }
-    adamw_update_runs(zero_own_param(z, u, owned.first), z->master ? z->master + at : nullptr, z->moment1 + at,
-                      z->moment2 + at, zero_reduced_grad(z, u, owned.first), &runs, adamw.beta1, adamw.beta2, adamw.eps,
-                      z->state, z->compute);
+    AdamwArrays arrays = {zero_own_param(z, u, owned.first), zero_state(z, STATE_WEIGHTS, u, owned.first),
+                          zero_state(z, STATE_M, u, owned.first), zero_state(z, STATE_V, u, owned.first),
+                          zero_reduced_grad(z, u, owned.first)};
+    adamw_update_runs(arrays, &runs, adamw.beta1, adamw.beta2, adamw.eps, z->seed, z->state, z->compute);
 }
 
 /* The boundary: norm, clip, optimizer on what this rank owns, parameters gathered. Order of SEMANTICS: reduce, overflow
@@ -490,25 +574,23 @@ static WireBytes zero_wire_bytes(const Zero* z)
     return bytes;
 }
 
-/* Sum over all elements of parameters (master where there is one) and moments, by tensor, the same for every R, stage
- * and layout if the values are. Synchronises. */
+/* Sum over all elements of parameters (master where there is one) and moments, by tensor, the same for every R, stage,
+ * layout and storage if the values are. Synchronises. */
 static unsigned long long zero_state_hash(Zero* z)
 {
     const Shard* shard = z->shard;
     zero_params_settle(z);
     CUDA_CHECK(cudaMemsetAsync(z->hash, 0, sizeof *z->hash, z->compute));
     for (int u = 0; u < shard->num_units; u++) {
-        Range slice = shard_slice(shard, u, z->comm->rank), owned = zero_owned(z, u);
+        Range slice = shard_slice(shard, u, z->comm->rank);
         for (int t = shard->units[u].first_tensor; t < shard->units[u].first_tensor + shard->units[u].num_tensors;
              t++) {
             Range part = tensor_part(&shard->tensors[t], slice);
             if (part.count == 0) continue;
-            size_t at = zero_state_first(z, u) + (part.first - owned.first);
             size_t logical = shard->tensors[t].logical_first + (part.first - shard->tensors[t].first);
-            const float* values[] = {z->master ? z->master + at : (const float*)zero_own_param(z, u, part.first),
-                                     z->moment1 + at, z->moment2 + at};
-            for (int k = 0; k < 3; k++)
-                state_hash_accumulate(z->hash, values[k], part.count, k * shard->num_params + logical, z->compute);
+            for (StateKind kind : {STATE_WEIGHTS, STATE_M, STATE_V})
+                state_hash_accumulate(z->hash, zero_state(z, kind, u, part.first), part.count,
+                                      kind * shard->num_params + logical, z->compute);
         }
     }
     comm_all_reduce(z->comm, z->hash, 1, ncclUint64, z->compute);
@@ -527,13 +609,12 @@ static unsigned long long zero_replica_hash(Zero* z)
     for (int u = 0; u < shard->num_units; u++) {
         Range range = shard->units[u].range;
         if (!unit_in_ring(&z->param_buckets, u))
-            state_hash_accumulate(z->hash, z->unit_params[u], range.count * sizeof(floatX) / 4, range.first,
+            state_hash_accumulate(z->hash, Values{z->unit_params[u], FLOATX_DTYPE, nullptr}, range.count, range.first,
                                   z->compute);
         if (zero_slices_states(z)) continue;
-        const float* moments[] = {z->moment1 + range.first, z->moment2 + range.first};
-        for (int k = 0; k < 2; k++)
-            state_hash_accumulate(z->hash, moments[k], range.count, (k + 1) * shard->num_elems + range.first,
-                                  z->compute);
+        for (StateKind kind : {STATE_M, STATE_V})
+            state_hash_accumulate(z->hash, zero_state(z, kind, u, range.first), range.count,
+                                  kind * shard->num_elems + range.first, z->compute);
     }
     unsigned long long h_hash;
     CUDA_CHECK(cudaMemcpyAsync(&h_hash, z->hash, sizeof h_hash, cudaMemcpyDeviceToHost, z->compute));
