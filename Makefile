@@ -143,6 +143,23 @@ spills:
 kernel-table:
 	$(MAKE) spills ARCH="80 90 100" SPILLS_TABLE="--table dev/kernels.md"
 
+# Every parser under clang's libFuzzer and sanitizers: one program, called by the name of what it parses. Runs nothing:
+# scripts/fuzz.sh does.
+FUZZ_FLAGS := -std=c++17 -O1 -g -march=native -fsanitize=address,undefined,fuzzer -fno-sanitize-recover=undefined \
+              $(WARN) -Wno-null-pointer-subtraction -Wno-unused-variable -DDEVICE_CPU -DPREC_FP32 -Ikernels/cpu -I. \
+              $(MPI_FLAGS)
+FUZZ_NAMES  = $(shell grep -o '{"[a-z]*", fuzz_' test/fuzz/fuzz.cpp | cut -d'"' -f2)
+FUZZ_PARTS := $(patsubst %,build/fuzz/%.o,fuzz runtime nccl)
+fuzz: $(FUZZ_PARTS)
+	clang++ -fsanitize=address,undefined,fuzzer $^ -o build/fuzz/fuzz $(LIBS) -lopenblas
+	@for name in $(FUZZ_NAMES); do ln -sf fuzz build/fuzz/$$name; done
+build/fuzz/fuzz.o: test/fuzz/fuzz.cpp $(BUILD)/flags
+	@mkdir -p build/fuzz
+	clang++ $(FUZZ_FLAGS) $(MMD) -c $< -o $@
+build/fuzz/%.o: kernels/cpu/%.cpp $(BUILD)/flags
+	@mkdir -p build/fuzz
+	clang++ $(FUZZ_FLAGS) $(MMD) -c $< -o $@
+
 lint:
 	@dev/lint.py
 
@@ -163,6 +180,7 @@ help:
 	@echo "make                build ./train_gpt for this machine (here: DEVICE=$(DEFAULT_DEVICE))"
 	@echo "make tests          build the test programs of this device"
 	@echo "make test           build and run every test of this device (scripts/test.sh runs all devices)"
+	@echo "make fuzz           build the fuzz targets of all parsers (clang); scripts/fuzz.sh runs them"
 	@echo "make lint           check the look of the source: lengths, layers, checked calls, scripts"
 	@echo "make spills         compile the CUDA kernels and fail if one spills registers"
 	@echo "make kernel-table   the same for sm_80 sm_90 sm_100, and write dev/kernels.md"
@@ -180,8 +198,8 @@ help:
 print-%:
 	@echo '$($*)'
 
-.PHONY: all tests list-tests test spills kernel-table lint clean help force
+.PHONY: all tests list-tests test fuzz spills kernel-table lint clean help force
 .SECONDARY:
-DEPENDENCIES := $(wildcard $(BUILD)/*.d)
+DEPENDENCIES := $(wildcard $(BUILD)/*.d build/fuzz/*.d)
 $(DEPENDENCIES): ;
 -include $(DEPENDENCIES)

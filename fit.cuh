@@ -89,15 +89,18 @@ static void rung_print(const Run* run, FILE* f, Setting s, size_t have_bytes, Es
     fprintf(f, "\n");
 }
 
-/* The next rung down: precision of the states (a split master loses nothing), stage, recomputation, micro-batch. Each
- * keeps those before it. */
+/* The next rung down: a split master, stage, recomputation, micro-batch, and last what changes the numbers: moments in
+ * bf16. Each keeps those before it. */
 static bool rung_next(const Run* run, Setting* s)
 {
-    if (FLOATX_DTYPE == Dtype::BF16 && s->storage.master == Dtype::FP32) { s->storage.master = Dtype::SPLIT; return true; }
-    if (s->storage.moments == Dtype::FP32) { s->storage.moments = Dtype::BF16; return true; }
+    Storage* storage = &s->storage;
+    if (FLOATX_DTYPE == Dtype::BF16 && storage->master == Dtype::FP32) { storage->master = Dtype::SPLIT; return true; }
     if (s->stage < 3 && run->comm.num_ranks > 1) { s->stage++; return true; }
     if (s->recompute != Recompute::BLOCKS) { s->recompute = (Recompute)((int)s->recompute + 1); return true; }
-    return lower_micro_batch(s);
+    if (lower_micro_batch(s)) return true;
+    bool has_fp32 = storage->moments == Dtype::FP32;
+    storage->moments = Dtype::BF16;
+    return has_fp32;
 }
 
 /* What to change, in order, to come below have_bytes; ends with the first that fits. */

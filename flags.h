@@ -82,13 +82,15 @@
     F(SWITCH, no_kv_cache,    0,  false,     0, 0, "generate without the key/value cache: the whole context for each token") \
     F(TEXT,   tokenizer,      0,  "",        0, 0, "tokenizer.json (default: the one of the model folder, else of the data folder)") \
     F(TEXT,   export_,        0,  "",        0, 0, "write the weights as an HF folder and stop") \
+    F(TEXT,   config,         0,  "",        0, 0, "DeepSpeed's JSON: its keys become flags; flags given here stand against it") \
+    F(SWITCH, print_config,   0,  false,     0, 0, "print every flag, its value and where that comes from, and stop") \
     F(SWITCH, version,        0,  false,     0, 0, "what this binary is built from and with") \
     F(SWITCH, help,          'h', false,     0, 0, "this list")
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
     "grad-dtype tp pp sp offload offload-dir momentum keep " \
-    "config bench report comm-dtype fp32-tensors muon-lr profile " \
+    "bench report comm-dtype fp32-tensors muon-lr profile " \
     "tune repeat dropout"
 
 enum FlagKind { INT, REAL, TEXT, ONEOF, SWITCH };
@@ -106,8 +108,11 @@ typedef struct Flags {
 #define FLAG_FIELD(kind, field, letter, def, low, high, help) FlagType_##kind field;
     FLAGS(FLAG_FIELD)
 #undef FLAG_FIELD
-    bool given[NUM_FLAGS];   // on the command line, by FLAG_field
+    bool given[NUM_FLAGS];          // on the command line or in the file of --config, by FLAG_field
+    const char* from[NUM_FLAGS];    // where: FROM_COMMAND_LINE, or the key of that file
 } Flags;
+#define FROM_COMMAND_LINE flags_command_line
+static const char flags_command_line[] = "command line";
 
 /* One row with its types erased; `low` of ONEOF is the list of choices. */
 typedef struct {
@@ -136,6 +141,13 @@ static const char* flag_long_name(const FlagRow* row, char (&buf)[64])
     int i = snprintf(buf, sizeof buf, "--%s", row->name);
     for (int k = 2; k < i; k++) if (buf[k] == '_') buf[k] = k + 1 < i ? '-' : 0;
     return buf;
+}
+
+/* The row of a field's name; null if there is none. */
+static const FlagRow* flag_find(const char* name)
+{
+    for (const FlagRow& row : flag_rows) if (strcmp(row.name, name) == 0) return &row;
+    return nullptr;
 }
 
 /* Edit distance (Levenshtein 1966) of two short names, for "did you mean". */
@@ -245,7 +257,7 @@ static void flags_parse(Flags* flags, int argc, char** argv)
 #define FLAG_DEFAULT(kind, field, letter, def, low, high, help) def,
         FLAGS(FLAG_DEFAULT)
 #undef FLAG_DEFAULT
-        {}};
+        {}, {}};
     for (int i = 1; i < argc; i++) {
         const char* arg = argv[i];
         const char* value = nullptr;
@@ -273,6 +285,7 @@ static void flags_parse(Flags* flags, int argc, char** argv)
             value = argv[++i];
         }
         flags->given[idx] = true;
+        flags->from[idx] = FROM_COMMAND_LINE;
         flag_store(flags, row, buf, value);
     }
 }

@@ -4,21 +4,23 @@
  * flags.h          every option              data/tokenizer.h            text <-> tokens
  * run.cuh fit.cuh  a run and its set-up      data/run_log.h              log.jsonl
  * model.cuh        the models, one block     zero/stages.h               who keeps what, when it moves, the step
- * passes.cuh       forward and backward      zero/checkpoint.h init.h    weights: read, written, made
- * generate.cuh     text from a model         kernels/device.cuh          the device
- * choices.cuh      multiple choice
+ * passes.cuh       forward and backward      zero/weights.h init.h       weights: read, written, made
+ * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
+ * choices.cuh      multiple choice           kernels/device.cuh          the device
+ *                                            ds_config.h ds_keys.h       DeepSpeed's JSON as flags
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"
+#include "ds_config.h"
 #include "choices.cuh"
 #include "generate.cuh"
 #include "zero/init.h"
 
 #define VERSION "0.1.0"
 
-void run_all_fp32(const Flags* f, Comm* comm, int argc, char** argv);   // one in each object
-void run_all_bf16(const Flags* f, Comm* comm, int argc, char** argv);
-void run_all_fp16(const Flags* f, Comm* comm, int argc, char** argv);
+void run_all_fp32(const Flags* f, Comm* comm);   // one in each object
+void run_all_bf16(const Flags* f, Comm* comm);
+void run_all_fp16(const Flags* f, Comm* comm);
 #if defined(PREC_BF16)
 #define RUN_ALL run_all_bf16
 #elif defined(PREC_FP16)
@@ -58,6 +60,7 @@ static void print_start(Run* run, const char* model_name)
         run->comm.num_ranks, run->comm.num_ranks > 1 ? "s" : "", run->device.num_threads,
         run->device.num_threads > 1 ? "s" : "");
     if (run->device.peak_flops > 0) SAY(" | peak %.4g Gflop/s per rank", run->device.peak_flops * 1e-9);
+    if (f->config[0]) SAY("\nconfig  %s (--print-config says what became of each key)", f->config);
     SAY("\nflags  ");
     for (const FlagRow& row : flag_rows)
         if (f->given[&row - flag_rows]) SAY(" --%s=%s", row.name, flag_value(f, &row, buf));
@@ -415,10 +418,14 @@ static void log_start(Run* run, const char* model_name)
 }
 
 /* What all ranks must agree on before the first collective. */
-static uint64_t run_hash(const Run* run, int argc, char** argv)
+static uint64_t run_hash(const Run* run)
 {
     uint64_t hash = fnv1a64(VERSION, sizeof VERSION);
-    for (int i = 1; i < argc; i++) hash = fnv1a64(argv[i], strlen(argv[i]) + 1, hash);
+    for (const FlagRow& row : flag_rows) {
+        char buf[64];
+        const char* value = flag_value(run->flags, &row, buf);
+        hash = fnv1a64(value, strlen(value) + 1, hash);
+    }
     hash = fnv1a64(&run->train_set.num_toks, sizeof run->train_set.num_toks, hash);
     hash = fnv1a64(&run->val_set.num_toks, sizeof run->val_set.num_toks, hash);
     return fnv1a64(run->model.shard.units, run->model.shard.num_units * sizeof(Unit), hash);
@@ -500,7 +507,7 @@ static void run_free(Run* run)
 }
 
 /* A run from its flags to its end, in this file's precision. */
-void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
+void RUN_ALL(const Flags* f, Comm* comm)
 {
     Run run_ = {}, *run = &run_;
     run->flags = f;
@@ -511,7 +518,7 @@ void RUN_ALL(const Flags* f, Comm* comm, int argc, char** argv)
     const char* model_name = run_prepare(run, trains, resume_path);
     if (trains || f->plan) print_start(run, model_name);
     if (f->plan) return;
-    comm_ensure_same(comm, run_hash(run, argc, argv), "build, command line, data or model");
+    comm_ensure_same(comm, run_hash(run), "build, flags, data or model");
     run_allocate(run, model_name, resume_path);
     if (exports) {
         weights_export(&run->zero, f->export_, write_small_files, run);
@@ -603,6 +610,14 @@ int main(int argc, char** argv)
     Comm comm;
     die_rank = comm_launcher_rank();
     flags_parse(&flags, argc, argv);
+    DsConfig config;
+    ds_config_read(&config, &flags);
+    if (flags.print_config && die_rank == 0) ds_config_print(&config, stdout);
+    ds_config_refuse(&config);
+    if (flags.print_config) {
+        ds_config_free(&config);
+        return 0;
+    }
     auto run_all = precision_find(flags.precision);
     refuse_what_is_not_there(&flags);
     if (flags.help || flags.version) {
@@ -612,8 +627,9 @@ int main(int argc, char** argv)
     }
     comm_init(&comm);
     comm_watch(&comm, flags.timeout);
-    run_all(&flags, &comm, argc, argv);
+    run_all(&flags, &comm);
     comm_free(&comm);
+    ds_config_free(&config);
     return 0;
 }
 #endif

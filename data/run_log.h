@@ -82,9 +82,9 @@ static void log_open(RunLog* log, const char* out, long long last_step)
         ENSURE(kept != nullptr, "%s: cannot be written: %s", kept_path, strerror(errno));
         char* line = nullptr;
         size_t size = 0;
-        while (getline(&line, &size, old) > 0) {
+        for (ssize_t length; (length = getline(&line, &size, old)) > 0;) {
             long long step = -1;
-            bool complete = line[strlen(line) - 1] == '\n';
+            bool complete = line[length - 1] == '\n' && strlen(line) == (size_t)length;   // no zeros of a lost write
             if (complete && (sscanf(line, "{\"step\": %lld", &step) != 1 || step <= last_step)) fputs(line, kept);
         }
         free(line);

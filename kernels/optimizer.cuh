@@ -109,7 +109,8 @@ static void adamw_piece_cpu(const AdamwArrays& a, size_t first, size_t n, AdamwF
     float *v = values_get(a.v, first, n, bufs[2]), *grad = values_get(a.grad, first, n, bufs[3]);
     #pragma omp simd
     for (size_t i = 0; i < n; i++) p[i] = adamw_element(p[i], grad[i], &m[i], &v[i], f);
-    for (size_t i = 0; i < (adamw_rounds_at_random(a) ? n : 0); i++) random[i] = random_bits(key, index + first + i);
+    random[0] = random_bits(key, index + first);
+    for (size_t i = 1; i < (adamw_rounds_at_random(a) ? n : 0); i++) random[i] = random_bits(key, index + first + i);
     values_put_random(a.m, first, n, m, random, RANDOM_M);
     values_put_random(a.v, first, n, v, random, RANDOM_V);
     values_put_random(a.master, first, n, p, random, RANDOM_WEIGHT);
@@ -198,11 +199,11 @@ static void adamw_update_runs(const AdamwArrays& a, const AdamwRuns* runs, float
     bool vec = (uintptr_t)a.param % (4 * sizeof(floatX)) == 0;
     for (const Values* values : {&a.master, &a.m, &a.v, &a.grad}) vec = vec && values_are_vec(*values, 4);
     if (vec)
-        LAUNCH((adamw_kernel<4>), (unsigned)ceil_div(n, ADAMW_BLOCK * 4), ADAMW_BLOCK, 0, stream, a, *runs, beta1, beta2,
-               eps, seed, state);
+        LAUNCH((adamw_kernel<4>), (unsigned)ceil_div(n, ADAMW_BLOCK * 4), ADAMW_BLOCK, 0, stream, a, *runs, beta1,
+               beta2, eps, seed, state);
     else
-        LAUNCH((adamw_kernel<1>), (unsigned)ceil_div(n, ADAMW_BLOCK), ADAMW_BLOCK, 0, stream, a, *runs, beta1, beta2, eps,
-               seed, state);
+        LAUNCH((adamw_kernel<1>), (unsigned)ceil_div(n, ADAMW_BLOCK), ADAMW_BLOCK, 0, stream, a, *runs, beta1, beta2,
+               eps, seed, state);
     CUDA_CHECK(cudaGetLastError());
 #endif
 }
@@ -292,8 +293,8 @@ static void adamw_test(OpRun* run)
     op_check_relative(run, v);
 }
 
-/* States of other storage. dims: n, elements by which the tensors are shifted, Dtype of the master (BF16: none), 1 for m
- * and v in bf16, 1 for a gradient in 16 bits. The run's first element is number 77 of all parameters. */
+/* States of other storage. dims: n, elements by which the tensors are shifted, Dtype of the master (BF16: none), 1 for
+ * m and v in bf16, 1 for a gradient in 16 bits. The run's first element is number 77 of all parameters. */
 template <class S, class G> static void adamw_storage_run(OpRun* run, Dtype master_dtype)
 {
     const size_t n = (size_t)run->dims[0], shift = (size_t)run->dims[1], whole = n + shift;
@@ -311,11 +312,12 @@ template <class S, class G> static void adamw_storage_run(OpRun* run, Dtype mast
     const Dtype state_dtype = sizeof(S) == 2 ? Dtype::BF16 : Dtype::FP32;
     unsigned short* low = nullptr;
     if (split) low = (unsigned short*)op_bytes(run, "low", OpKind::INOUT, h_low, whole * sizeof *h_low);
+    const Dtype grad_dtype = sizeof(G) == 2 ? FLOATX_DTYPE : Dtype::FP32;
     const AdamwArrays a = {param.dev, {param.dev, master_dtype, low}, {m.dev, state_dtype, nullptr},
-                           {v.dev, state_dtype, nullptr}, {grad.dev, sizeof(G) == 2 ? FLOATX_DTYPE : Dtype::FP32, nullptr}};
+                           {v.dev, state_dtype, nullptr}, {grad.dev, grad_dtype, nullptr}};
     OP_RUN(run, n * (2.0 * sizeof(floatX) + (split ? 4.0 : 0.0) + 4.0 * sizeof(S) + sizeof(G)), 0,
            adamw_update_runs(adamw_arrays_from(a, shift), &runs, 0.9f, 0.95f, 1e-8f, 5, state, 0));
-    const unsigned short *h_param = (const unsigned short*)op_start_bytes(run, "param");
+    const unsigned short* h_param = (const unsigned short*)op_start_bytes(run, "param");
     for (size_t i = 0; split && i < whole; i++) param.f64[i] = param.f32[i] = split_join(h_param[i], h_low[i]);
     const double coef = s.grad_scale * s.clip_coef;
     adamw_ref(param.f64 + shift, m.f64 + shift, v.f64 + shift, grad.f64 + shift, n, s.lr, coef, (double)0.1f,

@@ -12,7 +12,7 @@
  * exact   each element by itself, pieces from left to right: same bits on every run. A random rounding depends on a
  *         key and on the element's index alone: the same for any number of ranks, stage and layout
  * cost    the bytes of what is read and written, judged against memory bandwidth
- * source  stochastic rounding: Gupta et al. 2015, arXiv:1502.02551; random bits: splitmix64, Steele, Lea & Flood 2014 */
+ * source  stochastic rounding: Gupta et al. 2015, arXiv:1502.02551 */
 #pragma once
 #include "vec.cuh"
 
@@ -130,11 +130,15 @@ static void values_put(const Values& a, size_t first, size_t n, const float* x)
     if (a.dtype == Dtype::BF16) vf_copy((__nv_bfloat16*)to.at, x, n);
     if (a.dtype == Dtype::FP16) vf_copy((__half*)to.at, x, n);
     #pragma omp simd
-    for (size_t i = 0; i < (a.dtype == Dtype::SPLIT ? n : 0); i++) value_store(Values{to.at, Dtype::SPLIT, to.low}, i, x[i]);
+    for (size_t i = 0; i < (a.dtype == Dtype::SPLIT ? n : 0); i++) {
+        ((unsigned short*)to.at)[i] = bf16_nearest_bits(x[i]);
+        to.low[i] = split_low(x[i]);
+    }
 }
 
 /* The same, with BF16 rounded by 16 bits of random (n) from bit `shift` on. */
-static void values_put_random(const Values& a, size_t first, size_t n, const float* x, const uint64_t* random, int shift)
+static void values_put_random(const Values& a, size_t first, size_t n, const float* x, const uint64_t* random,
+                              int shift)
 {
     if (a.dtype != Dtype::BF16) { values_put(a, first, n, x); return; }
     unsigned short* to = (unsigned short*)a.at + first;
@@ -281,7 +285,8 @@ static void values_sum(Values dst, Values pieces, int num_pieces, size_t n, bool
     ON_CPU(values_sum_cpu(dst, pieces, num_pieces, n, adds));
 #ifndef DEVICE_CPU
     if (values_are_vec(dst, 4) && values_are_vec(pieces, 4) && (num_pieces == 1 || n % 4 == 0))
-        LAUNCH((values_sum_kernel<4>), (unsigned)ceil_div(n, 256 * 4), 256, 0, stream, dst, pieces, num_pieces, n, adds);
+        LAUNCH((values_sum_kernel<4>), (unsigned)ceil_div(n, 256 * 4), 256, 0, stream, dst, pieces, num_pieces, n,
+               adds);
     else
         LAUNCH((values_sum_kernel<1>), (unsigned)ceil_div(n, 256), 256, 0, stream, dst, pieces, num_pieces, n, adds);
     CUDA_CHECK(cudaGetLastError());
@@ -291,7 +296,10 @@ static void values_convert(Values dst, Values src, size_t n, cudaStream_t stream
 {
     values_sum(dst, src, 1, n, false, stream);
 }
-static void values_add(Values dst, Values src, size_t n, cudaStream_t stream) { values_sum(dst, src, 1, n, true, stream); }
+static void values_add(Values dst, Values src, size_t n, cudaStream_t stream)
+{
+    values_sum(dst, src, 1, n, true, stream);
+}
 
 #ifdef OP_TESTS
 
@@ -301,8 +309,9 @@ template <class D, class S> static void values_sum_run(OpRun* run, Dtype dst_dty
     const bool adds = run->dims[4] != 0;
     OpTensor<D> dst = op_random_tensor<D>(run, "dst", OpKind::INOUT, n, 0.0, 1.0);
     OpTensor<S> pieces = op_input<S>(run, "pieces", n * num_pieces, 0.0, 1.0);
+    const Values to = {dst.dev, dst_dtype, nullptr}, from = {pieces.dev, src_dtype, nullptr};
     OP_RUN(run, n * (sizeof(D) * (adds ? 2.0 : 1.0) + sizeof(S) * num_pieces), 0,
-           values_sum(Values{dst.dev, dst_dtype, nullptr}, Values{pieces.dev, src_dtype, nullptr}, (int)num_pieces, n, adds, 0));
+           values_sum(to, from, (int)num_pieces, n, adds, 0));
     for (size_t i = 0; i < n; i++) {
         float sum = pieces.f32[i];
         for (size_t k = 1; k < num_pieces; k++) sum += pieces.f32[k * n + i];
@@ -336,8 +345,9 @@ static void values_random_test(OpRun* run)
         if (std::isfinite(x)) num_wrong += float_bits(split_join(bf16_nearest_bits(x), split_low(x))) != bits;
         else num_wrong += !(std::isnan(x) ? std::isnan(split_join(bf16_nearest_bits(x), split_low(x))) : true);
         if (std::isnan(x) || std::isinf(x)) continue;
-        const unsigned short low = (unsigned short)(bits >> 16), random = bf16_random_bits(x, (uint32_t)random_bits(8, i));
-        num_wrong += random != low && random != low + 1;
+        const unsigned short below = (unsigned short)(bits >> 16);
+        const unsigned short random = bf16_random_bits(x, (uint32_t)random_bits(8, i));
+        num_wrong += random != below && random != below + 1;
     }
     op_check_value(run, "halves joined, neighbours", num_wrong, 0.0, 0.0);
     for (float x : {1.0f + 1.0f / 512, -3.14159f, 1e-12f, 1e-40f, 0.0f, 1.0f}) {

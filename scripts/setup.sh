@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Installs what the CPU build, the data scripts and the tests need. Debian and Ubuntu; run it as often as you like.
 # As root or with sudo it installs the packages; otherwise it names those that are missing and stops.
+#   scripts/setup.sh [--tests]   with what only scripts/test.sh needs: clang and its sanitizers, for the fuzz targets
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 PACKAGES="gcc g++ make openmpi-bin libopenmpi-dev libopenblas-openmp-dev libcjson-dev libpcre2-dev"
 PACKAGES="$PACKAGES bible-kjv python3 python3-venv"
+[ "${1:-}" != --tests ] || PACKAGES="$PACKAGES clang libclang-rt-dev"
 PYTHON_PACKAGES="numpy tokenizers matplotlib pytest"
 
 say() { echo "setup: $*"; }

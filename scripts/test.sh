@@ -95,7 +95,7 @@ run_checked() {
     done
 }
 
-if ! scripts/setup.sh > "$logs/setup.log" 2>&1; then
+if ! scripts/setup.sh --tests > "$logs/setup.log" 2>&1; then
     cat "$logs/setup.log"
     exit 1
 fi
@@ -124,6 +124,7 @@ for device in "${devices[@]}"; do
     [ "$device" = emu ] && run_seeds
     export "TRAIN_GPT_${device^^}=build/$device/train_gpt"
 done
+run fuzz scripts/fuzz.sh $((full ? 600 : 30))
 if [ $full = 1 ]; then
     run coverage dev/coverage.sh
     run mutations dev/mutate.py

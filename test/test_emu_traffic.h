@@ -196,7 +196,8 @@ static void traffic_adamw(TrafficRun* run)
         if (small) grad = Values{traffic_tensor<floatX>(run, n), FLOATX_DTYPE, nullptr};
         StepState* state = traffic_tensor<StepState>(run, 1, Reuse::SMALL);
         const size_t weight = !is_16bit ? 8 : small && is_bf16 ? 4 : 10, rest = 4 * dtype_bytes(dtype);
-        TRAFFIC(run, small ? "adamw_update, small storage" : "adamw_update", (weight + rest + dtype_bytes(grad.dtype)) * n,
+        TRAFFIC(run, small ? "adamw_update, small storage" : "adamw_update",
+                (weight + rest + dtype_bytes(grad.dtype)) * n,
                 adamw_update(AdamwArrays{param, master, m, v, grad}, n, 0.1f, 0.9f, 0.95f, 1e-8f, 1, state, nullptr));
     }
     floatX* param = traffic_tensor<floatX>(run, n);

@@ -8,10 +8,7 @@
  * other. Written to step_00000010.tmp, synced, renamed: a folder without .tmp is complete. Device memory goes through
  * one bounce buffer. Not handled: ranks that do not share the folder (refused), writing while training goes on. */
 #pragma once
-#include <dirent.h>
-#include <sys/stat.h>
-#include "../data/safetensors.h"
-#include "stages.h"
+#include "weights.h"
 
 typedef struct RunState {
     size_t step;                        // steps done, skipped ones included
@@ -25,12 +22,10 @@ typedef struct RunState {
     bool fp32_weights, fp32_moments;    // were kept to the last bit: in other storage they are rounded
 } RunState;
 
-static const size_t MAX_FILE_BYTES = 5000000000;   // larger files are split
-
 // ------------------------------------------------------------------------------------------------- device <-> file
 /* The floats of `count` elements of a state from `flat` on, into tensor `st` of the file from element `first` on. */
-static void file_from_device(const SafeTensors* files, const SafeTensor* st, size_t first, Zero* z, StateKind kind, int u,
-                             size_t flat, size_t count)
+static void file_from_device(const SafeTensors* files, const SafeTensor* st, size_t first, Zero* z, StateKind kind,
+                             int u, size_t flat, size_t count)
 {
     for (size_t done = 0; done < count; ) {
         size_t n = count - done < BOUNCE_ELEMS ? count - done : BOUNCE_ELEMS;
@@ -40,7 +35,7 @@ static void file_from_device(const SafeTensors* files, const SafeTensor* st, siz
     }
 }
 
-/* The way back. zero_params_loaded follows when all weights are there. */
+/* The way back. */
 static void device_from_file(Zero* z, StateKind kind, int u, size_t flat, size_t count, const SafeTensors* files,
                              const SafeTensor* st, size_t first)
 {
@@ -53,49 +48,6 @@ static void device_from_file(Zero* z, StateKind kind, int u, size_t flat, size_t
 }
 
 // -------------------------------------------------------------------------------------------------------- folders
-static void folder_make(const char* path)
-{
-    char part[4096];
-    size_t n = strlen(path);
-    ENSURE(n > 0 && n < sizeof part, "folder name of %zu bytes, have room for %zu", n, sizeof part - 1);
-    for (size_t i = 1; i <= n; i++) {
-        if (i < n && path[i] != '/') continue;
-        snprintf(part, i + 1, "%s", path);
-        ENSURE(mkdir(part, 0777) == 0 || errno == EEXIST, "%s: cannot be made: %s", part, strerror(errno));
-    }
-    struct stat info;
-    ENSURE(stat(path, &info) == 0 && S_ISDIR(info.st_mode), "%s: is not a folder: take another name", path);
-}
-
-static void folder_sync(const char* path)
-{
-    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    ENSURE(fd >= 0 && fsync(fd) == 0, "%s: cannot be synced: %s", path, strerror(errno));
-    close(fd);
-}
-
-/* Removes a folder of plain files: only ever one of our own step_*.tmp. */
-static void folder_remove(const char* path)
-{
-    DIR* dir = opendir(path);
-    if (dir == nullptr) return;
-    for (struct dirent* entry; (entry = readdir(dir)) != nullptr; ) {
-        char file[4096 + 300];
-        snprintf(file, sizeof file, "%s/%s", path, entry->d_name);
-        if (entry->d_name[0] != '.') unlink(file);
-    }
-    closedir(dir);
-    ENSURE(rmdir(path) == 0, "%s: what an interrupted save left cannot be removed: %s", path, strerror(errno));
-}
-
-static void file_copy(const char* to, const char* from)
-{
-    size_t length;
-    char* text = json_read_file(from, &length);
-    json_write_text(to, text, length);
-    free(text);
-}
-
 /* `folder` is a checkpoint, or holds step_* folders: the one with the highest step. A .tmp is never chosen. */
 static bool checkpoint_find(const char* folder, char (&path)[4096])
 {
@@ -123,23 +75,23 @@ static bool checkpoint_find(const char* folder, char (&path)[4096])
 }
 
 // ----------------------------------------------------------------------------------------------------------- save
-/* Tables of the files to be: weights (suffixes {""}) or optimizer states ({".m", ".v"}). Names are owned by the plan.
- */
-static SafeTensors* plan_files(const Shard* s, const char* path, const char* const* suffixes, int num_suffixes)
+static const StateKind moment_kinds[] = {STATE_M, STATE_V};
+static const char* const optimizer_suffixes[] = {".m", ".v"};
+
+/* Table of the file of optimizer states. Names are owned by the plan. */
+static SafeTensors* plan_moments(const Shard* s, const char* path)
 {
-    size_t count = (size_t)s->num_tensors * num_suffixes;
+    size_t count = (size_t)s->num_tensors * 2;
     SafeTensor* list = (SafeTensor*)malloc_checked(count * sizeof *list);
     char (*names)[80] = (char (*)[80])malloc_checked(count * 80);
-    for (int t = 0; t < s->num_tensors; t++) {
-        for (int k = 0; k < num_suffixes; k++) {
-            size_t i = (size_t)t * num_suffixes + k;
-            snprintf(names[i], 80, "%s%s", s->tensors[t].name, suffixes[k]);
-            list[i] = SafeTensor{};
-            list[i].name = names[i];
-            list[i].dtype = SafeDtype::F32;
-            list[i].num_dims = s->tensors[t].num_dims;
-            for (int d = 0; d < list[i].num_dims; d++) list[i].dims[d] = s->tensors[t].shape[d];
-        }
+    for (size_t i = 0; i < count; i++) {
+        const Tensor* t = &s->tensors[i / 2];
+        snprintf(names[i], 80, "%s%s", t->name, optimizer_suffixes[i % 2]);
+        list[i] = SafeTensor{};
+        list[i].name = names[i];
+        list[i].dtype = SafeDtype::F32;
+        list[i].num_dims = t->num_dims;
+        for (int d = 0; d < t->num_dims; d++) list[i].dims[d] = t->shape[d];
     }
     SafeTensors* files = safetensors_plan(path, list, count, MAX_FILE_BYTES);
     free(list);
@@ -147,38 +99,22 @@ static SafeTensors* plan_files(const Shard* s, const char* path, const char* con
     return files;
 }
 
-static const char* const weight_suffixes[] = {""};
-static const char* const optimizer_suffixes[] = {".m", ".v"};
-
-/* This rank's slice of every tensor into the files. */
-static void write_slices(Zero* z, const SafeTensors* files, StateKind kind, const char* suffix)
+/* One rank creates, all write their slices, all sync. */
+static void write_moments(Zero* z, const char* path)
 {
     const Shard* s = z->shard;
-    zero_params_settle(z);
-    for (int t = 0; t < s->num_tensors; t++) {
-        const Tensor* tensor = &s->tensors[t];
-        Range part = tensor_part(tensor, shard_slice(s, tensor->unit, z->comm->rank));
-        if (part.count == 0) continue;
-        char name[80];
-        snprintf(name, sizeof name, "%s%s", tensor->name, suffix);
-        file_from_device(files, safetensors_get(files, name), part.first - tensor->first, z, kind, tensor->unit,
-                         part.first, part.count);
-    }
-}
-
-/* One rank creates, all write, all sync. */
-static void write_files(Zero* z, const char* path, bool optimizer)
-{
-    SafeTensors* files =
-        plan_files(z->shard, path, optimizer ? optimizer_suffixes : weight_suffixes, optimizer ? 2 : 1);
+    SafeTensors* files = plan_moments(s, path);
     if (z->comm->rank == 0) safetensors_create_files(files);
     comm_barrier(z->comm);
     if (z->comm->rank != 0) safetensors_open_files(files);
-    if (optimizer) {
-        write_slices(z, files, STATE_M, ".m");
-        write_slices(z, files, STATE_V, ".v");
-    } else {
-        write_slices(z, files, STATE_WEIGHTS, "");
+    for (int i = 0; i < 2 * s->num_tensors; i++) {
+        const Tensor* t = &s->tensors[i / 2];
+        Range part = tensor_part(t, shard_slice(s, t->unit, z->comm->rank));
+        if (part.count == 0) continue;
+        char name[80];
+        snprintf(name, sizeof name, "%s%s", t->name, optimizer_suffixes[i % 2]);
+        file_from_device(files, safetensors_get(files, name), part.first - t->first, z, moment_kinds[i % 2], t->unit,
+                         part.first, part.count);
     }
     safetensors_sync(files);
     safetensors_close(files);
@@ -229,9 +165,9 @@ static void checkpoint_save(Zero* z, const char* out, const RunState* state,
     ENSURE(access(temporary, F_OK) == 0, "%s is not seen by rank %d: -o must be a folder that all hosts share",
            temporary, z->comm->rank);
     snprintf(file, sizeof file, "%s/model.safetensors", temporary);
-    write_files(z, file, false);
+    weights_write(z, file, SafeDtype::F32, MAX_FILE_BYTES);
     snprintf(file, sizeof file, "%s/optimizer.safetensors", temporary);
-    write_files(z, file, true);
+    write_moments(z, file);
     if (z->comm->rank == 0) {
         small_files(temporary, context);
         snprintf(file, sizeof file, "%s/state.json", temporary);
@@ -243,83 +179,7 @@ static void checkpoint_save(Zero* z, const char* out, const RunState* state,
     comm_barrier(z->comm);
 }
 
-/* The weights alone as an HF folder: model.safetensors and the small files. */
-static void weights_export(Zero* z, const char* folder, void (*small_files)(const char* folder, void* context),
-                           void* context)
-{
-    char file[4200];
-    snprintf(file, sizeof file, "%s/model.safetensors", folder);
-    if (z->comm->rank == 0) {
-        ENSURE(access(file, F_OK) != 0, "%s exists and is not overwritten: --export to another folder", file);
-        folder_make(folder);
-    }
-    comm_barrier(z->comm);
-    write_files(z, file, false);
-    if (z->comm->rank == 0) {
-        small_files(folder, context);
-        folder_sync(folder);
-    }
-    comm_barrier(z->comm);
-}
-
 // ----------------------------------------------------------------------------------------------------------- load
-/* A tensor by HF name, with or without the leading `transformer.` or `model.`: files of the base model leave it out. */
-static const SafeTensor* find_weight(const SafeTensors* files, const char* name)
-{
-    const SafeTensor* found = safetensors_find(files, name);
-    for (const char* prefix : {"transformer.", "model."})
-        if (found == nullptr && strncmp(name, prefix, strlen(prefix)) == 0)
-            found = safetensors_find(files, name + strlen(prefix));
-    return found;
-}
-
-static void ensure_shape(const SafeTensors* files, const SafeTensor* st, const Tensor* t)
-{
-    bool same = st->num_dims == t->num_dims;
-    for (int d = 0; same && d < st->num_dims; d++) same = st->dims[d] == t->shape[d];
-    char have[96] = "", need[96] = "";
-    for (int d = 0; d < st->num_dims; d++)
-        snprintf(have + strlen(have), sizeof have - strlen(have), "%s%zu", d ? "x" : "", st->dims[d]);
-    for (int d = 0; d < t->num_dims; d++)
-        snprintf(need + strlen(need), sizeof need - strlen(need), "%s%zu", d ? "x" : "", t->shape[d]);
-    ENSURE(same, "%s: tensor %s has shape %s, config.json asks for %s", files->path, st->name, have, need);
-}
-
-/* Buffers that old files carry and no model needs, and the head's copy of a tied embedding. */
-static bool weight_is_ignored(const char* name, bool tied)
-{
-    size_t n = strlen(name);
-    for (const char* suffix : {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"}) {
-        size_t k = strlen(suffix);
-        if (n > k && strcmp(name + n - k, suffix) == 0) return true;
-    }
-    return tied && strcmp(name, "lm_head.weight") == 0;
-}
-
-/* The weights from the folder's model.safetensors: each rank reads what it updates, whole units are gathered. */
-static void weights_load(Zero* z, const char* folder, bool tied)
-{
-    const Shard* s = z->shard;
-    SafeTensors* files = safetensors_open(folder);
-    for (int i = 0; i < s->num_tensors; i++) {
-        const Tensor* t = &s->tensors[i];
-        const SafeTensor* st = find_weight(files, t->name);
-        ENSURE(st != nullptr, "%s: has no tensor %s, which config.json asks for", files->path, t->name);
-        ensure_shape(files, st, t);
-        Range part = tensor_part(t, zero_owned(z, t->unit));
-        device_from_file(z, STATE_WEIGHTS, t->unit, part.first, part.count, files, st, part.first - t->first);
-    }
-    for (size_t i = 0; i < files->num_tensors; i++) {
-        const char* name = files->tensors[i].name;
-        bool known = weight_is_ignored(name, tied);
-        for (int k = 0; !known && k < s->num_tensors; k++)
-            known = find_weight(files, s->tensors[k].name) == &files->tensors[i];
-        ENSURE(known, "%s: holds tensor %s, which the model of config.json does not have", files->path, name);
-    }
-    safetensors_close(files);
-    zero_params_loaded(z);
-}
-
 /* The moments of what this rank updates, and the counters, from a checkpoint. */
 static RunState checkpoint_load_state(Zero* z, const char* folder)
 {
@@ -356,8 +216,7 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
             snprintf(name, sizeof name, "%s%s", t->name, optimizer_suffixes[k]);
             const SafeTensor* st = safetensors_get(files, name);
             ensure_shape(files, st, t);
-            device_from_file(z, k == 0 ? STATE_M : STATE_V, t->unit, part.first, part.count, files, st,
-                             part.first - t->first);
+            device_from_file(z, moment_kinds[k], t->unit, part.first, part.count, files, st, part.first - t->first);
         }
     }
     safetensors_close(files);

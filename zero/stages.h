@@ -28,7 +28,7 @@ static const size_t BOUNCE_ELEMS = 1 << 20;
 
 /* How what the optimizer works with is kept. */
 typedef struct Storage {
-    Dtype master;           // FP32; SPLIT: its upper half is the weight; floatX's own type: there is none (always in fp32)
+    Dtype master;           // FP32; SPLIT: its upper half is the weight; floatX's type: the weight is all there is
     Dtype moments;          // FP32 or BF16
 } Storage;
 
@@ -76,7 +76,7 @@ typedef struct Zero {
     float* reduced;             // stages 2-3 with several micro-steps: the slices of one bucket as they arrive
     // optimizer
     char *moment1, *moment2;    // (P) stage 0, (P/R) else
-    char* master;               // of what this rank updates: fp32, or the lower halves; null where there is no more to know
+    char* master;               // of what this rank updates: fp32, or the lower halves; null without a master
     double* step_sums;          // (NUM_STEP_SUMS) summed over micro-steps, then over ranks
     double* norm_scratch;
     StepState* state;

@@ -1,0 +1,231 @@
+/* ds_keys.h: every training key of DeepSpeed's JSON (v0.19), one row each, and what becomes of it here. Read by
+ * ds_config.h, in this order: a later row that sets the same flag wins, as the scheduler's learning rate does.
+ *
+ *   FLAG(key, flag, note)    its value is that of the flag; "flag=word": true sets the flag to that word. Where a flag
+ *                            is not there yet, a value that asks for something is refused by the flag's name
+ *   RULE(key, function, note)  more than a value to copy: a function of ds_config.h
+ *   SAME(key, why)           accepted: what it asks for is done anyway, or is a detail of DeepSpeed's own code
+ *   ONLY(key, values, why)   accepted with one of the values, refused with any other
+ *   UNLESS_OFF(key, why)     a block that is refused where its "enabled" is true
+ *   NEVER(key, why)          refused
+ * A row for a block speaks for all keys in it. The note is said with the key: what differs from DeepSpeed. */
+#pragma once
+
+#define DS_KEYS \
+    /* ---- batch */ \
+    FLAG("train_batch_size",                "batch", "") \
+    FLAG("train_micro_batch_size_per_gpu",  "micro_batch", "") \
+    FLAG("gradient_accumulation_steps",     "grad_accum", "") \
+    ONLY("managed_gradient_accumulation",   "true", "the program knows where a step ends") \
+    /* ---- precision; fp16.* and bf16.* count where -p ends up as that */ \
+    RULE("fp16.enabled",                    ds_fp16, "") \
+    RULE("bf16.enabled",                    ds_bf16, "") \
+    RULE("bfloat16.enabled",                ds_bf16, "") \
+    SAME("fp16.auto_cast",                  "the inputs are token numbers") \
+    FLAG("fp16.loss_scale",                 "loss_scale", "") \
+    FLAG("fp16.initial_scale_power",        "initial_scale_power", "") \
+    FLAG("fp16.loss_scale_window",          "loss_scale_window", "gradients are unscaled with the scale of their own backward; DeepSpeed halves them where the scale grows") \
+    FLAG("fp16.hysteresis",                 "hysteresis", "") \
+    FLAG("fp16.consecutive_hysteresis",     "consecutive_hysteresis", "") \
+    FLAG("fp16.min_loss_scale",             "min_loss_scale", "") \
+    ONLY("fp16.fp16_master_weights_and_grads", "false", "fp16 keeps fp32 master weights") \
+    SAME("bf16.immediate_grad_update",      "a gradient is added to its fp32 sum as soon as it is there") \
+    SAME("bf16.check_grad_overflow",        "every precision is checked for Inf and NaN") \
+    FLAG("bf16.bf16_master_weights_and_grads", "master=none", "updates are rounded stochastically") \
+    FLAG("bf16.bf16_optimizer_states",      "state_dtype=bf16", "") \
+    FLAG("data_types.grad_accum_dtype",     "grad_dtype", "left out, DeepSpeed sums in the model's precision and this program in fp32") \
+    ONLY("data_types.param_dtype",          "null", "-p says what parameters are stored in") \
+    ONLY("data_types.buffer_dtype",         "null", "-p says it") \
+    UNLESS_OFF("amp",                       "apex is PyTorch's; fp16 or bf16 is the like of it") \
+    UNLESS_OFF("torch_autocast",            "autocast is PyTorch's; fp16 or bf16 is the like of it") \
+    /* ---- optimizer and gradients */ \
+    RULE("optimizer.type",                  ds_optimizer, "") \
+    SAME("optimizer.legacy_fusion",         "there is one implementation") \
+    FLAG("optimizer.params.lr",             "lr", "") \
+    RULE("optimizer.params.betas",          ds_betas, "") \
+    FLAG("optimizer.params.eps",            "eps", "") \
+    FLAG("optimizer.params.weight_decay",   "weight_decay", "tensors with two axes only; DeepSpeed decays all it is given") \
+    SAME("optimizer.params.torch_adam",     "there is one implementation") \
+    SAME("optimizer.params.adam_w_mode",    "read with optimizer.type") \
+    ONLY("optimizer.params.bias_correction", "true", "Adam corrects its moments") \
+    SAME("optimizer.params.amsgrad",        "DeepSpeed refuses true itself") \
+    FLAG("optimizer.params.fp32_optimizer_states", "state_dtype=fp32", "") \
+    FLAG("optimizer.params.momentum",       "momentum", "") \
+    FLAG("optimizer.params.nesterov",       "nesterov", "") \
+    FLAG("optimizer.params.dampening",      "dampening", "") \
+    ONLY("optimizer.params.max_coeff",      "10", "LAMB's ratio lies between 0.01 and 10") \
+    ONLY("optimizer.params.min_coeff",      "0.01", "LAMB's ratio lies between 0.01 and 10") \
+    FLAG("optimizer.params.muon_lr",        "muon_lr", "") \
+    FLAG("optimizer.params.adam_lr",        "lr", "") \
+    ONLY("optimizer.params.ns_method",      "standard", "Muon iterates on the matrix, not on its Gram matrix") \
+    NEVER("optimizer.params.max_grad_norm", "DeepSpeed refuses it as well: use gradient_clipping") \
+    NEVER("optimizer.params.freeze_step",   "of the 1-bit optimizers, which are not there") \
+    NEVER("optimizer.params.cuda_aware",    "of the 1-bit optimizers, which are not there") \
+    NEVER("optimizer.params.comm_backend_name", "of the 1-bit optimizers, which are not there") \
+    NEVER("optimizer.params.var_freeze_step", "of the 1-bit optimizers, which are not there") \
+    NEVER("optimizer.params.var_update_scaler", "of the 1-bit optimizers, which are not there") \
+    NEVER("optimizer.params.local_step_scaler", "of the 1-bit optimizers, which are not there") \
+    NEVER("optimizer.params.local_step_clipper", "of the 1-bit optimizers, which are not there") \
+    NEVER("optimizer.params.coeff_beta",    "of the 1-bit optimizers, which are not there") \
+    NEVER("optimizer.params.factor_max",    "of the 1-bit optimizers, which are not there") \
+    NEVER("optimizer.params.factor_min",    "of the 1-bit optimizers, which are not there") \
+    NEVER("optimizer.params.factor_threshold", "of the 1-bit optimizers, which are not there") \
+    FLAG("gradient_clipping",               "clip", "") \
+    SAME("prescale_gradients",              "gradients are summed in fp32 and scaled once") \
+    SAME("gradient_predivide_factor",       "gradients are summed in fp32 and scaled once") \
+    ONLY("gradient_allreduce_op",           "mean", "a loss is a mean over tokens, and so is its gradient") \
+    FLAG("communication_data_type",         "comm_dtype", "") \
+    SAME("seq_parallel_communication_data_type", "a sequence is not split") \
+    ONLY("sparse_gradients",                "false", "gradients of embeddings are dense") \
+    ONLY("disable_allgather",               "false", "parameters are all-gathered") \
+    SAME("zero_allow_untested_optimizer",   "every optimizer here is tested under every stage") \
+    SAME("zero_force_ds_cpu_optimizer",     "there is one implementation") \
+    /* ---- schedule */ \
+    RULE("scheduler.type",                  ds_scheduler, "") \
+    FLAG("scheduler.params.warmup_max_lr",  "lr", "") \
+    RULE("scheduler.params.warmup_min_lr",  ds_warmup_min_lr, "") \
+    FLAG("scheduler.params.warmup_num_steps", "warmup", "") \
+    RULE("scheduler.params.warmup_type",    ds_warmup_type, "") \
+    FLAG("scheduler.params.total_num_steps", "steps", "the run ends there, too") \
+    ONLY("scheduler.params.warmup_min_ratio", "0", "warm-up starts at one step's share of the peak") \
+    RULE("scheduler.params.cos_min_ratio",  ds_cos_min_ratio, "") \
+    ONLY("scheduler.params.last_batch_iteration", "-1", "--resume takes the position from the checkpoint") \
+    FLAG("scheduler.params.cycle_min_lr",   "min_lr", "") \
+    FLAG("scheduler.params.cycle_max_lr",   "lr", "") \
+    FLAG("scheduler.params.cycle_first_step_size", "warmup", "") \
+    FLAG("scheduler.params.cycle_second_step_size", "cycle_down", "") \
+    ONLY("scheduler.params.cycle_first_stair_count", "0", "the learning rate has no stairs") \
+    ONLY("scheduler.params.cycle_second_stair_count", "0", "the learning rate has no stairs") \
+    FLAG("scheduler.params.decay_step_size", "decay_every", "") \
+    FLAG("scheduler.params.decay_lr_rate",  "decay_rate", "") \
+    ONLY("scheduler.params.cycle_momentum", "false", "beta1 stays as it is") \
+    SAME("scheduler.params.cycle_min_mom",  "goes with cycle_momentum") \
+    SAME("scheduler.params.cycle_max_mom",  "goes with cycle_momentum") \
+    SAME("scheduler.params.decay_mom_rate", "goes with cycle_momentum") \
+    FLAG("scheduler.params.lr_range_test_min_lr", "lr", "") \
+    FLAG("scheduler.params.lr_range_test_step_size", "range_step", "") \
+    FLAG("scheduler.params.lr_range_test_step_rate", "range_rate", "") \
+    ONLY("scheduler.params.lr_range_test_staircase", "false", "the learning rate has no stairs") \
+    /* ---- ZeRO */ \
+    FLAG("zero_optimization.stage",         "zero", "") \
+    SAME("zero_optimization.contiguous_gradients", "gradients of a unit always lie one after another") \
+    SAME("zero_optimization.reduce_scatter", "stages 1 to 3 always reduce-scatter") \
+    FLAG("zero_optimization.reduce_bucket_size", "reduce_bucket", "whole units of at most so many elements; a larger unit goes alone") \
+    SAME("zero_optimization.use_multi_rank_bucket_allreduce", "stages 1 to 3 always reduce-scatter") \
+    SAME("zero_optimization.allgather_partitions", "parameters are always all-gathered") \
+    FLAG("zero_optimization.allgather_bucket_size", "gather_bucket", "whole units of at most so many elements; DeepSpeed ignores it") \
+    FLAG("zero_optimization.overlap_comm",  "overlap", "") \
+    SAME("zero_optimization.round_robin_gradients", "every unit is cut evenly over all ranks") \
+    ONLY("zero_optimization.load_from_fp32_weights", "true", "a checkpoint holds the fp32 weights") \
+    SAME("zero_optimization.elastic_checkpoint", "any number of ranks and any stage resumes a checkpoint") \
+    SAME("zero_optimization.ignore_unused_parameters", "every parameter is used") \
+    SAME("zero_optimization.sub_group_size", "the optimizer goes unit by unit") \
+    SAME("zero_optimization.stage3_prefetch_bucket_size", "one unit is fetched ahead") \
+    FLAG("zero_optimization.stage3_param_persistence_threshold", "persist_below", "counts whole units (a block), not tensors") \
+    SAME("zero_optimization.stage3_model_persistence_threshold", "the plan printed at the start counts what stays whole") \
+    SAME("zero_optimization.stage3_max_live_parameters", "two units are whole at a time") \
+    SAME("zero_optimization.stage3_max_reuse_distance", "the unit at the turn from forward to backward is kept") \
+    SAME("zero_optimization.stage3_gather_16bit_weights_on_model_save", "a checkpoint is a whole Hugging Face folder") \
+    SAME("zero_optimization.stage3_module_granularity_threshold", "a block is fetched as one") \
+    SAME("zero_optimization.stage3_use_all_reduce_for_fetch_params", "parameters are all-gathered") \
+    SAME("zero_optimization.stage3_allgather_sequential", "a block is fetched as one") \
+    ONLY("zero_optimization.zero_hpz_partition_size", "1", "ZeRO++ is not there") \
+    ONLY("zero_optimization.zero_quantized_weights", "false", "ZeRO++ is not there") \
+    ONLY("zero_optimization.zero_quantized_nontrainable_weights", "false", "ZeRO++ is not there") \
+    ONLY("zero_optimization.zero_quantized_gradients", "false", "ZeRO++ is not there") \
+    ONLY("zero_optimization.zeropp_loco_param", "null", "ZeRO++ is not there") \
+    ONLY("zero_optimization.mics_shard_size", "-1", "a unit is cut over all ranks") \
+    ONLY("zero_optimization.mics_hierarchical_params_gather", "false", "a unit is cut over all ranks") \
+    SAME("zero_optimization.memory_efficient_linear", "the backward gathers a weight anew") \
+    SAME("zero_optimization.override_module_apply", "a detail of PyTorch") \
+    SAME("zero_optimization.pipeline_loading_checkpoint", "every rank reads its own ranges") \
+    SAME("zero_optimization.log_trace_cache_warnings", "the order of units is known from the start") \
+    SAME("zero_optimization.enable_sanity_checks", "ranks compare their plans at the start") \
+    SAME("zero_optimization.save_muon_momentum_buffer_in_memory", "a detail of DeepSpeed's code") \
+    SAME("zero_optimization.leaf_module",   "a block is fetched as one") \
+    ONLY("zero_optimization.cpu_offload",   "false", "offload is not there yet: leave it out") \
+    ONLY("zero_optimization.cpu_offload_params", "false", "offload is not there yet: leave it out") \
+    SAME("zero_optimization.cpu_offload_use_pin_memory", "goes with cpu_offload") \
+    NEVER("zero_optimization.legacy_stage1", "DeepSpeed refuses it as well") \
+    NEVER("zero_optimization.zenflow",      "ZenFlow is not there") \
+    RULE("zero_optimization.offload_param.device", ds_offload, "") \
+    SAME("zero_optimization.offload_param.nvme_path", "goes with device nvme") \
+    SAME("zero_optimization.offload_param.buffer_count", "goes with device nvme") \
+    SAME("zero_optimization.offload_param.buffer_size", "goes with device nvme") \
+    SAME("zero_optimization.offload_param.max_in_cpu", "goes with device nvme") \
+    SAME("zero_optimization.offload_param.pin_memory", "memory that is copied from and to is always pinned") \
+    RULE("zero_optimization.offload_optimizer.device", ds_offload, "") \
+    SAME("zero_optimization.offload_optimizer.nvme_path", "goes with device nvme") \
+    SAME("zero_optimization.offload_optimizer.buffer_count", "goes with device nvme") \
+    SAME("zero_optimization.offload_optimizer.pin_memory", "memory that is copied from and to is always pinned") \
+    SAME("zero_optimization.offload_optimizer.pipeline_read", "goes with device nvme") \
+    SAME("zero_optimization.offload_optimizer.pipeline_write", "goes with device nvme") \
+    SAME("zero_optimization.offload_optimizer.fast_init", "goes with device nvme") \
+    SAME("zero_optimization.offload_optimizer.ratio", "goes with device cpu") \
+    ONLY("zero_optimization.offload_optimizer.super_offload", "false", "SuperOffload is not there") \
+    SAME("zero_optimization.offload_optimizer.cpuadam_cores_perc", "goes with super_offload") \
+    SAME("aio",                             "goes with device nvme") \
+    /* ---- parallelism, activation memory */ \
+    ONLY("sequence_parallel_size",          "1", "a sequence is not split over ranks") \
+    ONLY("use_data_before_expert_parallelism", "false", "there are no experts") \
+    ONLY("activation_checkpointing.partition_activations", "false", "activations are not split over ranks") \
+    RULE("activation_checkpointing.cpu_checkpointing", ds_cpu_checkpointing, "") \
+    SAME("activation_checkpointing.contiguous_memory_optimization", "activations always lie one after another") \
+    SAME("activation_checkpointing.number_checkpoints", "-r says what the backward makes again") \
+    SAME("activation_checkpointing.synchronize_checkpoint_boundary", "streams wait for events, not for the device") \
+    SAME("activation_checkpointing.profile", "the times of a step are in the log") \
+    ONLY("tensor_parallel.autotp_size",     "0|1", "a tensor is not split over ranks within a layer") \
+    SAME("tensor_parallel.preset_model",    "goes with autotp_size") \
+    SAME("tensor_parallel.tp_overlap_comm", "goes with autotp_size") \
+    SAME("tensor_parallel.partition_config", "goes with autotp_size") \
+    ONLY("pipeline.stages",                 "auto|1", "layers are not split over ranks") \
+    SAME("pipeline.partition",              "goes with stages") \
+    SAME("pipeline.seed_layers",            "weights depend on the seed alone") \
+    SAME("pipeline.activation_checkpoint_interval", "-r says what the backward makes again") \
+    SAME("pipeline.pipe_partitioned",       "goes with stages") \
+    SAME("pipeline.grad_partitioned",       "goes with stages") \
+    UNLESS_OFF("expert_parallel",           "there are no experts") \
+    UNLESS_OFF("hybrid_engine",             "generation is a mode of its own: --generate, --prompts") \
+    ONLY("compile.deepcompile",             "false", "nothing is compiled while it runs") \
+    SAME("compile.free_activation",         "goes with deepcompile") \
+    SAME("compile.free_activation_threshold", "goes with deepcompile") \
+    SAME("compile.offload_activation",      "goes with deepcompile") \
+    SAME("compile.offload_opt_states",      "goes with deepcompile") \
+    SAME("compile.offload_parameters",      "goes with deepcompile") \
+    SAME("compile.double_buffer",           "goes with deepcompile") \
+    SAME("compile.symmetric_memory",        "goes with deepcompile") \
+    SAME("compile.passes",                  "goes with deepcompile") \
+    ONLY("graph_harvesting",                "false", "there is no CUDA graph") \
+    /* ---- what is said */ \
+    FLAG("steps_per_print",                 "log_every", "") \
+    FLAG("wall_clock_breakdown",            "profile", "") \
+    SAME("memory_breakdown",                "the plan of the memory is printed at every start") \
+    SAME("dump_state",                      "--print-config prints it") \
+    SAME("timers",                          "tokens per second are measured by events, without a wait") \
+    SAME("log_level",                       "there is one") \
+    SAME("flops_profiler",                  "floating-point operations are counted from the shapes: at the start, and in % of peak at each step") \
+    SAME("comms_logger",                    "bytes sent are counted and held against the plan at the end of a run") \
+    SAME("tensorboard",                     "log.jsonl has it all: scripts/tensorboard.py RUN writes event files") \
+    SAME("csv_monitor",                     "log.jsonl has it all") \
+    UNLESS_OFF("wandb",                     "nothing is sent over the network: log.jsonl has it all") \
+    UNLESS_OFF("comet",                     "nothing is sent over the network: log.jsonl has it all") \
+    /* ---- data */ \
+    SAME("dataloader_drop_last",            "the windows of a batch that is not full go into the next epoch") \
+    SAME("vocabulary_size",                 "the model says it; it is padded where kernels need that") \
+    RULE("curriculum_learning",             ds_curriculum, "") \
+    RULE("data_efficiency",                 ds_data_efficiency, "") \
+    /* ---- checkpoints, elasticity, the rest */ \
+    SAME("checkpoint.tag_validation",       "ranks compare the step before they write") \
+    SAME("checkpoint.load_universal",       "any number of ranks and any stage resumes a checkpoint") \
+    ONLY("checkpoint.use_node_local_storage", "false", "a checkpoint is one folder") \
+    SAME("checkpoint.parallel_write",       "every rank writes its own ranges") \
+    SAME("checkpoint.checkpoint_serialization", "checkpoints are safetensors") \
+    SAME("checkpoint.writer",               "checkpoints are safetensors") \
+    UNLESS_OFF("nebula",                    "checkpoints go to a folder") \
+    NEVER("datastates_ckpt",                "checkpoints go to a folder") \
+    UNLESS_OFF("elasticity",                "the batch is what is given; a checkpoint is resumed by any number of ranks") \
+    UNLESS_OFF("autotuning",                "--auto chooses stage, recomputation and micro-batch from the plan") \
+    UNLESS_OFF("eigenvalue",                "it is not there") \
+    UNLESS_OFF("progressive_layer_drop",    "no layer is left out") \
+    NEVER("sparse_attention",               "attention is dense") \
+    NEVER("compression_training",           "weights are neither quantised nor pruned")

@@ -1,0 +1,244 @@
+/* fuzz.cpp: every parser of the program under libFuzzer, AddressSanitizer and UndefinedBehaviorSanitizer. `make fuzz`
+ * builds it; the name it is called by (a link in build/fuzz) says which parser; scripts/fuzz.sh runs them all.
+ *
+ * A parser that refuses ends in die(), which here jumps back instead of ending the process. What it had allocated and
+ * opened by then is freed and closed; what a parser that accepts does not free itself is reported as a leak. */
+#include <csetjmp>
+#include <sanitizer/allocator_interface.h>
+#include "fit.cuh"
+
+// The machine code that PCRE2 makes is no memory that can be given back from outside: the same matches, slower.
+#undef pcre2_jit_compile
+#define pcre2_jit_compile(code, options) 0
+#include "choices.cuh"
+#include "generate.cuh"
+
+static char folder[64];
+
+/* The input as a file. */
+static const char* put(const char* name, const void* data, size_t size_bytes)
+{
+    static char path[128];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (fd < 0 || write(fd, data, size_bytes) != (ssize_t)size_bytes || close(fd) != 0) abort();
+    return path;
+}
+
+// -------------------------------------------------------------------------------------------------------- parsers
+/* One word of the command line a line of the input. */
+static void fuzz_flags(const char* text, size_t length)
+{
+    enum { MAX_WORDS = 64 };
+    char *copy = strndup(text, length), *words[MAX_WORDS + 1] = {(char*)"train_gpt"}, *rest = copy;
+    int num_words = 1;
+    while (num_words < MAX_WORDS && (words[num_words] = strsep(&rest, "\n")) != nullptr) num_words++;
+    Flags flags;
+    flags_parse(&flags, num_words, words);
+    char buf[64];
+    size_t total = 0;
+    for (const FlagRow& row : flag_rows) total += strlen(flag_value(&flags, &row, buf));
+    static Run run_, *run = &run_;
+    run->flags = &flags;
+    run->num_steps = (size_t)flags.steps + (total == 0);
+    recompute_from_flag(&run->setting, flags.recompute, 12);
+    run->config = step_config(run);
+    if (!std::isfinite(schedule_lr(run->config, 3))) abort();
+    batch_arithmetic(run, 3);
+    free(copy);
+}
+
+static void fuzz_config(const char* text, size_t length)
+{
+    Config config;
+    config_read(&config, put("config.json", text, length));
+    Shard shard;
+    if (config.L <= 40) {
+        model_tensors(&shard, &config, 3);
+        shard_free(&shard);
+    }
+    free((void*)config.hf_text);
+}
+
+static void read_tensors(SafeTensors* st)
+{
+    for (size_t i = 0; i < st->num_tensors; i++) {
+        const SafeTensor* t = &st->tensors[i];
+        void* out = malloc_checked(t->num_elems * sizeof(double));
+        size_t bits = safe_dtypes[(int)t->dtype].elem_bits;
+        if (t->dtype == SafeDtype::F32 || bits == 16) safetensors_read_f32(st, t, 0, t->num_elems, (float*)out);
+        else safetensors_read_bytes(st, t, 0, t->num_elems, out);
+        free(out);
+    }
+    safetensors_close(st);
+}
+
+static void fuzz_safetensors(const char* text, size_t length)
+{
+    read_tensors(safetensors_open(put("one.safetensors", text, length)));
+}
+
+/* Two good files, and the input for their index. */
+static void fuzz_index(const char* text, size_t length)
+{
+#define HEADER "\x38\0\0\0\0\0\0\0"
+    static const char a[] = HEADER "{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}  12345678";
+    static const char b[] = HEADER "{\"b\":{\"dtype\":\"BF16\",\"shape\":[4],\"data_offsets\":[0,8]}} 12345678";
+    put("a.safetensors", a, sizeof a - 1);
+    put("b.safetensors", b, sizeof b - 1);
+    put("model.safetensors.index.json", text, length);
+    read_tensors(safetensors_open(folder));
+}
+
+static void fuzz_shard(const char* text, size_t length)
+{
+    bool raw = length > 0 && text[0] == 'r';
+    TokenFile file = token_file_open(put("train.bin", text, length), raw);
+    int* toks = (int*)malloc_checked(file.num_toks * sizeof(int));
+    char error[TOKENS_ERROR_BYTES];
+    int fd = open(file.path, O_RDONLY | O_CLOEXEC);
+    for (size_t first = 0; first < file.num_toks; first += file.num_toks / 3 + 1)
+        token_file_read(&file, fd, first, file.num_toks - first, 50000, toks, error);
+    close(fd);
+    free(toks);
+    token_file_close(&file);
+}
+
+/* A tokenizer.json, a zero byte, and a text for it. The second name has a corpus of the other kind. */
+static void fuzz_tokenizer(const char* text, size_t length)
+{
+    const char* end = (const char*)memchr(text, 0, length);
+    size_t json_length = end != nullptr ? (size_t)(end - text) : length;
+    Tokenizer* k = tokenizer_open(put("tokenizer.json", text, json_length));
+    size_t num_ids, num_bytes;
+    const char* rest = end != nullptr ? end + 1 : "In the beginning";
+    size_t rest_length = end != nullptr ? length - json_length - 1 : strlen(rest);
+    int* ids = tokenizer_encode(k, rest, rest_length, &num_ids);
+    free(tokenizer_decode(k, ids, num_ids, &num_bytes));
+    free(ids);
+    tokenizer_close(k);
+}
+
+static Tokenizer* prompt_tokenizer;      // one token a byte
+static FILE* prompt_file;
+
+static void fuzz_prompts(const char* text, size_t length)
+{
+    static Model model;
+    model.config.V = 256;
+    Generator g = {};
+    g.tokenizer = prompt_tokenizer;
+    g.defaults = GenerateConfig{4, 40, 0.8, 1, 1, 42};
+    g.input_name = "input";
+    g.input = prompt_file = fmemopen((void*)text, length, "r");
+    if (g.input == nullptr) return;      // an empty buffer is none
+    Prompt prompt;
+    while (prompt_read(&prompt, &model, &g)) free(prompt.ids);
+}
+
+/* The log of a run that is resumed at step 5. */
+static void fuzz_log(const char* text, size_t length)
+{
+    put("log.jsonl", text, length);
+    RunLog log;
+    log_open(&log, folder, 5);
+    log_close(&log);
+}
+
+typedef struct { const char* name; void (*parse)(const char* text, size_t length); } Target;
+
+static const Target targets[] = {
+    {"flags", fuzz_flags}, {"config", fuzz_config}, {"safetensors", fuzz_safetensors}, {"index", fuzz_index},
+    {"shard", fuzz_shard}, {"tokenizer", fuzz_tokenizer}, {"sentencepiece", fuzz_tokenizer},
+    {"prompts", fuzz_prompts}, {"log", fuzz_log},
+};
+
+// ------------------------------------------------------------------------------------------------- what a refusal left
+enum { MAX_BLOCKS = 1 << 16 };
+static const volatile void* blocks[MAX_BLOCKS];    // of the parser under way; null: free again
+static int num_blocks, first_fd;
+static bool counts;
+static jmp_buf refused;
+
+static void on_malloc(const volatile void* p, size_t)
+{
+    if (!counts) return;
+    if (num_blocks == MAX_BLOCKS) __builtin_trap();
+    blocks[num_blocks++] = p;
+}
+
+static void on_free(const volatile void* p)
+{
+    for (int i = num_blocks; counts && i-- > 0;) {
+        if (blocks[i] != p) continue;
+        blocks[i] = blocks[--num_blocks];
+        return;
+    }
+}
+
+static void back(int)
+{
+    longjmp(refused, 1);
+}
+
+static Tokenizer* byte_tokenizer()
+{
+    Tokenizer spelling = {};
+    tokenizer_init_bytes(&spelling);
+    JsonText t = {nullptr, 0, 0};
+    json_text_add(&t, "{\"pre_tokenizer\": {\"type\": \"ByteLevel\"}, \"model\": {\"merges\": [], \"vocab\": {");
+    for (int b = 0; b < 256; b++) {
+        char word[3] = {};
+        tokenizer_spell_byte(&spelling, (unsigned char)b, word);
+        json_text_add(&t, b ? ", " : "");
+        json_text_quote(&t, word);
+        json_text_add(&t, ": %d", b);
+    }
+    json_text_add(&t, "}}}");
+    Tokenizer* k = tokenizer_open(put("tokenizer.json", t.text, t.length));
+    json_text_free(&t);
+    return k;
+}
+
+static const Target* target;
+
+static void remove_folder()
+{
+    char command[128];
+    snprintf(command, sizeof command, "rm -rf %s", folder);
+    if (system(command) != 0) perror(folder);
+}
+
+extern "C" int LLVMFuzzerInitialize(int*, char*** argv)
+{
+    const char* slash = strrchr((*argv)[0], '/');
+    const char* name = slash != nullptr ? slash + 1 : (*argv)[0];
+    for (const Target& t : targets) if (strcmp(t.name, name) == 0) target = &t;
+    ENSURE(target != nullptr, "%s: no parser of this name; call a link in build/fuzz", name);
+    snprintf(folder, sizeof folder, "%s", "/tmp/fuzz.XXXXXX");
+    ENSURE(mkdtemp(folder) != nullptr, "%s: cannot be made: %s", folder, strerror(errno));
+    atexit(remove_folder);
+    prompt_tokenizer = byte_tokenizer();
+    die_abort = back;
+    __sanitizer_install_malloc_and_free_hooks(on_malloc, on_free);
+    return 0;
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t length)
+{
+    static char nothing[1];
+    const char* text = length > 0 ? (const char*)data : nothing;
+    if (first_fd == 0) close(first_fd = dup(0));     // what is open now stays open
+    counts = true;
+    bool accepted = setjmp(refused) == 0;
+    if (accepted) target->parse(text, length);
+    if (prompt_file != nullptr) fclose(prompt_file);
+    prompt_file = nullptr;
+    counts = false;
+    if (!accepted) {
+        for (int i = 0; i < num_blocks; i++) free((void*)blocks[i]);
+        close_range(first_fd, ~0u, 0);
+    }
+    num_blocks = 0;
+    return 0;
+}

@@ -1,0 +1,223 @@
+"""--config: DeepSpeed's JSON becomes flags; --print-config says what became of each key."""
+import json
+import re
+
+import init
+import pytest
+from util import gpt2_config, model_write, shard_write, train_gpt
+
+V, C, T = 61, 16, 16
+
+ZERO2_FP16 = """{
+    // ZeRO-2 in fp16 with dynamic loss scaling, as in DeepSpeed's tutorials
+    "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.98], "eps": 1e-9, "weight_decay": 0.01}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 10}},
+    "fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 3,
+             "min_loss_scale": 2},
+    "zero_optimization": {"stage": 2, "allgather_partitions": true, "allgather_bucket_size": 2e8, "overlap_comm": true,
+                          "reduce_scatter": true, "reduce_bucket_size": 200000000, "contiguous_gradients": true},
+    "gradient_clipping": 0.5, /* a block
+    comment */ "steps_per_print": 5, "wall_clock_breakdown": false
+}"""
+
+BF16_ZERO2_OFFLOAD = """{
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto", "bf16": {"enabled": true},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": true},
+                          "overlap_comm": true, "contiguous_gradients": true, "reduce_bucket_size": "auto"}
+}"""
+
+ZERO3_OFFLOAD = """{
+    "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0, "hysteresis": 2},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": true},
+        "offload_param": {"device": "cpu", "pin_memory": true}, "sub_group_size": 1e9,
+        "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": 1e5,
+        "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": true},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_min_lr": "auto",
+                  "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    "train_micro_batch_size_per_gpu": 1
+}"""
+
+# Every training key that DeepSpeed documents, with a value that asks for nothing beyond what is there.
+DOCUMENTED = {
+    "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1,
+    "managed_gradient_accumulation": True, "gradient_clipping": 1.0, "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0, "gradient_allreduce_op": "mean", "communication_data_type": None,
+    "seq_parallel_communication_data_type": "fp32", "sparse_gradients": False, "disable_allgather": False,
+    "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "sequence_parallel_size": 1,
+    "use_data_before_expert_parallelism": False, "steps_per_print": 10, "wall_clock_breakdown": False,
+    "memory_breakdown": False, "dump_state": True, "timers": {"throughput": {"enabled": True, "synchronized": True}},
+    "dataloader_drop_last": False, "graph_harvesting": False, "vocabulary_size": 61, "log_level": "info",
+    "amp": {"enabled": False, "opt_level": "O1"}, "torch_autocast": {"enabled": False, "dtype": "bfloat16"},
+    "data_types": {"grad_accum_dtype": None, "param_dtype": None, "buffer_dtype": None},
+    "optimizer": {"type": "Adam", "legacy_fusion": False, "params": {
+        "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0, "torch_adam": False, "adam_w_mode": True,
+        "bias_correction": True, "amsgrad": False, "max_coeff": 10, "min_coeff": 0.01}},
+    "scheduler": {"type": "WarmupCosineLR", "params": {
+        "total_num_steps": 100, "warmup_min_ratio": 0, "warmup_num_steps": 10, "cos_min_ratio": 1e-4,
+        "warmup_type": "linear", "warmup_min_lr": 0, "warmup_max_lr": 1e-3, "last_batch_iteration": -1}},
+    "fp16": {"enabled": False, "auto_cast": False, "loss_scale": 0, "initial_scale_power": 16,
+             "loss_scale_window": 1000, "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1,
+             "fp16_master_weights_and_grads": False},
+    "bf16": {"enabled": False, "immediate_grad_update": True, "check_grad_overflow": True,
+             "bf16_master_weights_and_grads": False, "bf16_optimizer_states": False},
+    "zero_optimization": {
+        "stage": 1, "contiguous_gradients": True, "reduce_scatter": True, "reduce_bucket_size": 5e8,
+        "use_multi_rank_bucket_allreduce": True, "allgather_partitions": True, "allgather_bucket_size": 5e8,
+        "overlap_comm": True, "round_robin_gradients": False, "load_from_fp32_weights": True,
+        "elastic_checkpoint": False, "ignore_unused_parameters": True, "sub_group_size": 1e9,
+        "stage3_prefetch_bucket_size": 5e7, "stage3_param_persistence_threshold": 1e5,
+        "stage3_model_persistence_threshold": 9e15, "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": False,
+        "stage3_module_granularity_threshold": 0, "stage3_use_all_reduce_for_fetch_params": False,
+        "stage3_allgather_sequential": False, "zero_hpz_partition_size": 1, "zero_quantized_weights": False,
+        "zero_quantized_nontrainable_weights": False, "zero_quantized_gradients": False, "zeropp_loco_param": None,
+        "mics_shard_size": -1, "mics_hierarchical_params_gather": False, "memory_efficient_linear": True,
+        "override_module_apply": True, "pipeline_loading_checkpoint": False, "log_trace_cache_warnings": False,
+        "enable_sanity_checks": False, "save_muon_momentum_buffer_in_memory": False, "leaf_module": {},
+        "cpu_offload": False, "cpu_offload_params": False, "cpu_offload_use_pin_memory": False,
+        "legacy_stage1": False, "zenflow": None,
+        "offload_param": {"device": "none", "nvme_path": None, "buffer_count": 5, "buffer_size": 1e8,
+                          "max_in_cpu": 1e9, "pin_memory": True},
+        "offload_optimizer": {"device": "none", "nvme_path": None, "buffer_count": 4, "pin_memory": True,
+                              "pipeline_read": False, "pipeline_write": False, "fast_init": False, "ratio": 1.0,
+                              "super_offload": False, "cpuadam_cores_perc": 0.8}},
+    "aio": {"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False},
+    "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False,
+                                 "contiguous_memory_optimization": False, "number_checkpoints": None,
+                                 "synchronize_checkpoint_boundary": False, "profile": False},
+    "tensor_parallel": {"autotp_size": 0, "preset_model": "llama", "tp_overlap_comm": False, "partition_config": {}},
+    "pipeline": {"stages": "auto", "partition": "best", "seed_layers": False, "activation_checkpoint_interval": 0,
+                 "pipe_partitioned": True, "grad_partitioned": True},
+    "expert_parallel": {"enabled": False, "autoep_size": 1}, "hybrid_engine": {"enabled": False},
+    "compile": {"deepcompile": False, "free_activation": False, "free_activation_threshold": 10485760,
+                "offload_activation": False, "offload_opt_states": False, "offload_parameters": False,
+                "double_buffer": True, "symmetric_memory": False, "passes": ["z1"]},
+    "flops_profiler": {"enabled": True, "profile_step": 1, "module_depth": -1, "top_modules": 1},
+    "autotuning": {"enabled": False, "fast": True, "metric": "throughput"},
+    "comms_logger": {"enabled": True, "verbose": False}, "tensorboard": {"enabled": True, "output_path": "tb"},
+    "csv_monitor": {"enabled": True, "output_path": "csv"}, "wandb": {"enabled": False, "project": "x"},
+    "comet": {"enabled": False},
+    "checkpoint": {"tag_validation": "Warn", "load_universal": False, "use_node_local_storage": False,
+                   "parallel_write": {"pipeline_stage": False}, "checkpoint_serialization": True, "writer": {}},
+    "nebula": {"enabled": False}, "datastates_ckpt": {}, "elasticity": {"enabled": False}, "eigenvalue":
+    {"enabled": False}, "progressive_layer_drop": {"enabled": False}, "curriculum_learning": {"enabled": False},
+    "data_efficiency": {"enabled": False}, "sparse_attention": {}, "compression_training": {},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("config")
+    config = gpt2_config(V, C, T, L=2, NH=2)
+    model_write(folder / "model", config, init.gpt2_weights(config, 1))
+    shard_write(folder / "data" / "train_000000.bin", init.tokens(2000, V, 1), V)
+    return folder
+
+
+def read(folder, config, *more, ok=True, **kw):
+    """The run, and what --print-config says: {flag: (value, where from)}, {key: what became of it}."""
+    (folder / "ds.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    run = train_gpt("--config", folder / "ds.json", "--print-config", *more, ok=ok, **kw)
+    flags = {name: (value, source) for name, value, source in
+             re.findall(r"^  --(\S+) +(?:(\S+) +)?(\S.*)$", run.out, re.M)}
+    keys = dict(re.findall(r"^  ([a-z]\w+(?:\.\w+)*) {2,}(\S.*)$", run.out, re.M))
+    return run, flags, keys
+
+
+def test_zero2_fp16(folder):
+    _, flags, keys = read(folder, ZERO2_FP16, "--schedule", "constant", "--eps", "1e-7", "--out", "x")
+    want = {"batch": 16, "micro-batch": 4, "grad-accum": 2, "lr": 3e-5, "beta1": 0.9, "beta2": 0.98,
+            "weight-decay": 0.01, "warmup": 10, "precision": "fp16", "loss-scale": 0, "initial-scale-power": 12,
+            "loss-scale-window": 500, "hysteresis": 3, "min-loss-scale": 2, "zero": 2, "gather-bucket": 2e8,
+            "overlap": 1, "reduce-bucket": 2e8, "clip": 0.5, "log-every": 5, "optimizer": "adamw"}
+    for name, value in want.items():
+        got, source = flags[name]
+        assert (got if isinstance(value, str) else float(got)) == value, name
+        assert source not in ("default", "command line"), name
+    assert flags["eps"] == ("1e-07", "command line") and flags["seed"] == ("42", "default")
+    assert "command line stands" in keys["optimizer.params.eps"]
+    assert keys["wall_clock_breakdown"] == "off"
+    assert flags["lr"][1] == "scheduler.params.warmup_max_lr"      # the scheduler's, as in DeepSpeed
+
+
+def test_zero2_fp16_runs(folder):
+    """The file of a user trains: two steps of its global batch on two ranks, in the precision that is built."""
+    config = ZERO2_FP16.replace('"fp16": {"enabled": true', '"fp16": {"enabled": false')
+    config = re.sub(r'"warmup_num_steps": 10', '"warmup_num_steps": 10, "warmup_type": "linear"', config)
+    (folder / "run.json").write_text(config)
+    run = train_gpt("-m", folder / "model", "-d", folder / "data", "--config", folder / "run.json", "-n", 2,
+                    "--log-every", 1, "--sample-tokens", 0, ranks=2)
+    assert "batch   16 sequences = 4 per micro-step x 2 micro-steps x 2 ranks" in run.out
+    assert "ZeRO    stage 2" in run.out and f"config  {folder}/run.json" in run.out
+    assert [float(lr) for lr in re.findall(r"\| lr (\S+e\S+) \|", run.out)] == [3e-6, 6e-6]
+
+
+def test_bf16_zero2_offload(folder):
+    run, flags, keys = read(folder, BF16_ZERO2_OFFLOAD, ok=False)
+    assert run.code == 2 and "zero_optimization.offload_optimizer.device: cpu" in run.complaint[0]
+    assert keys["zero_optimization.offload_optimizer.device"].startswith("refused")
+    _, flags, keys = read(folder, BF16_ZERO2_OFFLOAD.replace('"cpu"', '"none"'))
+    assert flags["precision"][0] == "bf16" and flags["zero"][0] == "2" and flags["overlap"][0] == "1"
+    assert flags["batch"] == ("0", "default") and keys["train_batch_size"].startswith("auto")
+
+
+def test_zero3_offload(folder):
+    run, _, _ = read(folder, ZERO3_OFFLOAD, ok=False)
+    assert "offload_optimizer.device" in run.complaint[0] and "offload_param.device" in run.complaint[0]
+    assert "2 of its keys" in run.complaint[0]
+    _, flags, keys = read(folder, ZERO3_OFFLOAD.replace('"cpu"', '"none"'), "-p", "fp16")
+    assert flags["zero"][0] == "3" and flags["persist-below"][0] == "100000" and flags["steps"][0] == "100"
+    assert flags["schedule"][0] == "linear" and flags["warmup"] == ("1000", "DeepSpeed's default")
+    assert flags["hysteresis"] == ("2", "fp16.hysteresis")         # the block counts for -p fp16 of the command line
+    assert flags["beta2"] == ("0.999", "DeepSpeed's default") and flags["weight-decay"][0] == "0"
+
+
+def leaves(block, prefix=""):
+    for key, value in block.items():
+        yield prefix + key
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+
+
+def test_every_documented_key(folder):
+    _, flags, keys = read(folder, DOCUMENTED)
+    for key in leaves(DOCUMENTED):
+        blocks = [key.rsplit(".", n)[0] for n in range(key.count(".") + 1)]
+        inner = [k for k in keys if k.startswith(key + ".")]
+        assert inner or any(block in keys for block in blocks), f"nothing is said of {key}"
+    assert flags["optimizer"][0] == "adamw" and flags["min-lr"][0] == "1e-07"
+
+
+@pytest.mark.parametrize("change,word", [
+    ({"zero_optimization": {"stage": 5}}, "out of range"),
+    ({"zero_optimization": {"stagee": 2}}, "did you mean zero_optimization.stage?"),
+    ({"zero_optimization": 2}, "must be an object"),
+    ({"optimizer": {"type": "OneBitAdam"}}, "have Adam AdamW"),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, "a list of two"),
+    ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, "gradient_clipping"),
+    ({"scheduler": {"type": "Cosine"}}, "have WarmupLR"),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "choose one"),
+    ({"zero_optimization": {"zero_quantized_weights": True}}, "only false is"),
+    ({"sparse_attention": {"mode": "fixed"}}, "attention is dense"),
+    ({"wandb": {"enabled": True}}, "log.jsonl"),
+    ({"elasticity": {"enabled": True}}, "any number of ranks"),
+    ({"wall_clock_breakdown": True}, "--profile"),
+    ({"compression_training": {"weight_quantization": {}}}, "quantised"),
+])
+def test_refused_by_name(folder, change, word):
+    run, _, _ = read(folder, change, ok=False)
+    assert run.code == 2 and len(run.complaint) == 1
+    assert list(change)[0] in run.complaint[0] and word in run.complaint[0]
+
+
+@pytest.mark.parametrize("text,word", [("{", "cut short"), ('{"fp16": {}, "fp16": {}}', "twice"),
+                                       ("[]", "must be a JSON object"), ('{\n  "stage": 2,\n}', "line 3")])
+def test_a_file_that_is_no_config(folder, text, word):
+    run, _, _ = read(folder, text, ok=False)
+    assert run.code in (1, 2) and word in run.complaint[0]
+    run = train_gpt("--config", folder / "none.json", ok=False)
+    assert run.code == 1 and "none.json" in run.complaint[0]

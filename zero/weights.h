@@ -1,0 +1,141 @@
+/* weights.h: the weights of a model from a Hugging Face folder and into one. Each rank reads what it updates and writes
+ * its slice, piece by piece through one bounce buffer: no tensor is ever whole in host memory. The files are those of
+ * safetensors.h, single or sharded, F32, F16 or BF16; what is written is rounded from the fp32 master where there is
+ * one. q, k and v in one tensor or in three are a matter of the model's table: joined tensors lie as one matrix.
+ * Not handled: ranks that do not share the folder. */
+#pragma once
+#include "../data/folder.h"
+#include "../data/safetensors.h"
+#include "stages.h"
+
+static const size_t MAX_FILE_BYTES = 5000000000;   // larger files are split
+
+// ------------------------------------------------------------------------------------------------------------ read
+/* A tensor by HF name, with or without the leading `transformer.` or `model.`: files of the base model leave it out. */
+static const SafeTensor* find_weight(const SafeTensors* files, const char* name)
+{
+    const SafeTensor* found = safetensors_find(files, name);
+    for (const char* prefix : {"transformer.", "model."})
+        if (found == nullptr && strncmp(name, prefix, strlen(prefix)) == 0)
+            found = safetensors_find(files, name + strlen(prefix));
+    return found;
+}
+
+static void ensure_shape(const SafeTensors* files, const SafeTensor* st, const Tensor* t)
+{
+    bool same = st->num_dims == t->num_dims;
+    for (int d = 0; same && d < st->num_dims; d++) same = st->dims[d] == t->shape[d];
+    char have[96] = "", need[96] = "";
+    for (int d = 0; d < st->num_dims; d++)
+        snprintf(have + strlen(have), sizeof have - strlen(have), "%s%zu", d ? "x" : "", st->dims[d]);
+    for (int d = 0; d < t->num_dims; d++)
+        snprintf(need + strlen(need), sizeof need - strlen(need), "%s%zu", d ? "x" : "", t->shape[d]);
+    ENSURE(same, "%s: tensor %s has shape %s, config.json asks for %s", files->path, st->name, have, need);
+}
+
+/* Buffers that old files carry and no model needs, and the head's copy of a tied embedding. */
+static bool weight_is_ignored(const char* name, bool tied)
+{
+    size_t n = strlen(name);
+    for (const char* suffix : {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"}) {
+        size_t k = strlen(suffix);
+        if (n > k && strcmp(name + n - k, suffix) == 0) return true;
+    }
+    return tied && strcmp(name, "lm_head.weight") == 0;
+}
+
+/* The weights from the folder's model.safetensors: each rank reads what it updates, whole units are gathered. */
+static void weights_load(Zero* z, const char* folder, bool tied)
+{
+    const Shard* s = z->shard;
+    SafeTensors* files = safetensors_open(folder);
+    for (int i = 0; i < s->num_tensors; i++) {
+        const Tensor* t = &s->tensors[i];
+        const SafeTensor* st = find_weight(files, t->name);
+        ENSURE(st != nullptr, "%s: has no tensor %s, which config.json asks for", files->path, t->name);
+        ensure_shape(files, st, t);
+        Range part = tensor_part(t, zero_owned(z, t->unit));
+        for (size_t done = 0; done < part.count; ) {
+            size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
+            safetensors_read_f32(files, st, part.first - t->first + done, n, z->bounce);
+            zero_state_from_host(z, STATE_WEIGHTS, t->unit, part.first + done, n, z->bounce);
+            done += n;
+        }
+    }
+    for (size_t i = 0; i < files->num_tensors; i++) {
+        const char* name = files->tensors[i].name;
+        bool known = weight_is_ignored(name, tied);
+        for (int k = 0; !known && k < s->num_tensors; k++)
+            known = find_weight(files, s->tensors[k].name) == &files->tensors[i];
+        ENSURE(known, "%s: holds tensor %s, which the model of config.json does not have", files->path, name);
+    }
+    safetensors_close(files);
+    zero_params_loaded(z);
+}
+
+// ----------------------------------------------------------------------------------------------------------- write
+/* The table of the files to be. */
+static SafeTensors* weights_plan(const Shard* s, const char* path, SafeDtype dtype, size_t max_file_bytes)
+{
+    SafeTensor* list = (SafeTensor*)malloc_checked(s->num_tensors * sizeof *list);
+    for (int t = 0; t < s->num_tensors; t++) {
+        list[t] = SafeTensor{};
+        list[t].name = s->tensors[t].name;
+        list[t].dtype = dtype;
+        list[t].num_dims = s->tensors[t].num_dims;
+        for (int d = 0; d < list[t].num_dims; d++) list[t].dims[d] = s->tensors[t].shape[d];
+    }
+    SafeTensors* files = safetensors_plan(path, list, s->num_tensors, max_file_bytes);
+    free(list);
+    return files;
+}
+
+/* This rank's slice of every tensor into the files. */
+static void weights_write_slices(Zero* z, const SafeTensors* files)
+{
+    const Shard* s = z->shard;
+    zero_params_settle(z);
+    for (int i = 0; i < s->num_tensors; i++) {
+        const Tensor* t = &s->tensors[i];
+        const SafeTensor* st = safetensors_get(files, t->name);
+        Range part = tensor_part(t, shard_slice(s, t->unit, z->comm->rank));
+        for (size_t done = 0; done < part.count; ) {
+            size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
+            zero_state_to_host(z, STATE_WEIGHTS, t->unit, part.first + done, n, z->bounce);
+            safetensors_write_f32(files, st, part.first - t->first + done, n, z->bounce);
+            done += n;
+        }
+    }
+}
+
+/* path ends in .safetensors. One rank creates, all write, all sync. */
+static void weights_write(Zero* z, const char* path, SafeDtype dtype, size_t max_file_bytes)
+{
+    SafeTensors* files = weights_plan(z->shard, path, dtype, max_file_bytes);
+    if (z->comm->rank == 0) safetensors_create_files(files);
+    comm_barrier(z->comm);
+    if (z->comm->rank != 0) safetensors_open_files(files);
+    weights_write_slices(z, files);
+    safetensors_sync(files);
+    safetensors_close(files);
+    comm_barrier(z->comm);
+}
+
+/* The weights alone as an HF folder: model.safetensors and the small files. */
+static void weights_export(Zero* z, const char* folder, void (*small_files)(const char* folder, void* context),
+                           void* context)
+{
+    char file[4200];
+    snprintf(file, sizeof file, "%s/model.safetensors", folder);
+    if (z->comm->rank == 0) {
+        ENSURE(access(file, F_OK) != 0, "%s exists and is not overwritten: --export to another folder", file);
+        folder_make(folder);
+    }
+    comm_barrier(z->comm);
+    weights_write(z, file, SafeDtype::F32, MAX_FILE_BYTES);
+    if (z->comm->rank == 0) {
+        small_files(folder, context);
+        folder_sync(folder);
+    }
+    comm_barrier(z->comm);
+}
