@@ -58,7 +58,7 @@ static void choice_losses(double* losses, const Choices* x, const char* context,
     CUDA_CHECK(cudaMemcpyAsync(m->tokens, x->h_tokens, N * sizeof(int), cudaMemcpyHostToDevice, stream));
     CUDA_CHECK(cudaMemcpyAsync(m->targets, x->h_targets, N * sizeof(int), cudaMemcpyHostToDevice, stream));
     model_forward(m, num_endings, m->T);
-    head_loss(m, (int)N, 0, false);
+    head_losses(m, (int)N);
     CUDA_CHECK(cudaMemcpyAsync(x->h_losses, m->losses, N * sizeof(float), cudaMemcpyDeviceToHost, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
     for (int e = 0; e < num_endings; e++) {
@@ -114,10 +114,12 @@ static ChoiceCounts choices_count(Model* m, const char* tokenizer_path, const ch
     for (int idx = 0; (length = getline(&line, &room, f)) > 0; idx++) {
         char from[4200];
         snprintf(from, sizeof from, "%s, line %d", path, idx + 1);
+        watch_move(comm->watch, "a line of --choices", (size_t)length);
         if (all || idx % comm->num_ranks == comm->rank) choice_answer(&counts, &x, line, (size_t)length, from);
     }
     double* sums = m->zero->step_sums;                              // free between steps
     if (!all) {
+        comm_barrier_idle(comm);
         CUDA_CHECK(cudaMemcpyAsync(sums, &counts, sizeof counts, cudaMemcpyHostToDevice, m->zero->compute));
         comm_all_reduce(comm, sums, 3, ncclFloat64, m->zero->compute);
         CUDA_CHECK(cudaMemcpyAsync(&counts, sums, sizeof counts, cudaMemcpyDeviceToHost, m->zero->compute));

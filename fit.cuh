@@ -14,7 +14,8 @@ static const char* recompute_name(Setting s, char (&buf)[16])
     return buf;
 }
 
-/* Floating-point operations per token that the level makes a second time: a product is 2 per weight. */
+/* Floating-point operations per token that are made a second time, by the level and by a head in pieces: a product is 2
+ * per weight. */
 static double recompute_flops_per_token(const Config* c, Setting s, int T)
 {
     double Q = (double)config_dim(c, Dim::Q), QKV = (double)config_dim(c, Dim::QKV), C = c->C;
@@ -22,7 +23,8 @@ static double recompute_flops_per_token(const Config* c, Setting s, int T)
     double block = s.recompute == Recompute::MLP ? fc : s.recompute == Recompute::ATTENTION ? fc + attention : 0;
     if (s.recompute == Recompute::BLOCKS) block = fc + attention + rest;
     int still_there = s.recompute == Recompute::BLOCKS ? (c->L - 1) % s.segment_layers + 1 : 1;
-    return block * (c->L - still_there);
+    double head = s.stage == 3 && c->num_pieces > 1 ? 2 * C * c->V : 0;
+    return block * (c->L - still_there) + head;
 }
 
 /* What a step of the optimizer reads and writes of one element. */

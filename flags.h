@@ -82,6 +82,8 @@
     F(SWITCH, no_kv_cache,    0,  false,     0, 0, "generate without the key/value cache: the whole context for each token") \
     F(TEXT,   tokenizer,      0,  "",        0, 0, "tokenizer.json (default: the one of the model folder, else of the data folder)") \
     F(TEXT,   export_,        0,  "",        0, 0, "write the weights as an HF folder and stop") \
+    F(ONEOF,  export_dtype,   0,  "fp32",    "fp32|bf16|fp16", 0, "what --export stores, whatever -p computes in") \
+    F(INT,    shard_bytes,    0,  5000000000, 1, INT64_MAX, "--export splits weights into files of at most so many bytes, with an index") \
     F(TEXT,   config,         0,  "",        0, 0, "DeepSpeed's JSON: its keys become flags; flags given here stand against it") \
     F(SWITCH, print_config,   0,  false,     0, 0, "print every flag, its value and where that comes from, and stop") \
     F(SWITCH, version,        0,  false,     0, 0, "what this binary is built from and with") \

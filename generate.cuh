@@ -12,6 +12,7 @@
  * end of a run) each token runs the whole context through model_forward, and the context slides.
  * At stage 3 all ranks run the same steps, since parameters are gathered by all; else rank 0 runs alone. */
 #pragma once
+#include "data/lines.h"
 #include "data/tokenizer.h"
 #include "flags.h"
 #include "kernels/attention_cached.cuh"
@@ -99,21 +100,25 @@ static void decoder_step(Decoder* d, int N, const int* wanted, int num_wanted)
     Model* m = d->model;
     const Config* c = &m->config;
     cudaStream_t stream = m->zero->compute;
-    int embed = unit_embed(c), head = unit_head(c);
+    int head = unit_head(c);
+    watch_move(m->zero->comm->watch, "a step of the decoder", N);
     const struct { int* device; const int* host; } copies[] = {
         {m->tokens, d->h_tokens}, {d->slots, d->h_slots}, {d->positions, d->h_positions}};
     for (const auto& copy : copies)
         CUDA_CHECK(cudaMemcpyAsync(copy.device, copy.host, N * sizeof(int), cudaMemcpyHostToDevice, stream));
-    zero_params_begin(m->zero, embed);
-    embedding_at_forward(d->residual, m->tokens, d->positions, model_param(m, embed, WTE), model_param(m, embed, WPE),
-                         N, c->C, stream);
+    embed_forward(m, d->residual, d->positions, N, 1);
     for (int layer = 0; layer < c->L; layer++) {
         zero_params_begin(m->zero, unit_block(c, layer));
         decoder_block(d, layer, N);
     }
-    zero_params_begin(m->zero, head);
+    head_begin(m);
     norm_forward(m, head, NORM_F_WEIGHT, d->residual, m->norm_f, d->mean, d->rstd, 0, d->residual, m->branch, N);
-    for (int i = 0, run; i < num_wanted; i += run) {                 // rows that follow each other go together
+    if (m->walks_vocab) {
+        head_rows_forward(m, wanted, num_wanted);
+        CUDA_CHECK(cudaMemcpyAsync(d->h_logits, m->logits, (size_t)num_wanted * c->VP * sizeof(floatX),
+                                   cudaMemcpyDeviceToHost, stream));
+    }
+    for (int i = m->walks_vocab ? num_wanted : 0, run; i < num_wanted; i += run) {   // neighbouring rows go together
         for (run = 1; i + run < num_wanted && wanted[i + run] == wanted[i] + run; ) run++;
         head_forward(m, wanted[i], decoder_padded(run));
         CUDA_CHECK(cudaMemcpyAsync(d->h_logits + (size_t)i * c->VP, m->logits, (size_t)run * c->VP * sizeof(floatX),
@@ -193,9 +198,12 @@ static void logits_of_context(Model* m, const int* ids, int num_ids, floatX* raw
 {
     cudaStream_t stream = m->zero->compute;
     int T = num_ids < m->T ? num_ids : m->T;
+    watch_move(m->zero->comm->watch, "a token without the cache", T);
     CUDA_CHECK(cudaMemcpyAsync(m->tokens, ids + (num_ids - T), T * sizeof(int), cudaMemcpyHostToDevice, stream));
     model_forward(m, 1, T);
-    head_forward(m, T - 1, 1);
+    int last = T - 1;
+    if (m->walks_vocab) head_rows_forward(m, &last, 1);
+    else head_forward(m, last, 1);
     CUDA_CHECK(cudaMemcpyAsync(raw, m->logits, m->config.V * sizeof(floatX), cudaMemcpyDeviceToHost, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
 }
@@ -222,8 +230,7 @@ typedef struct Generator {
     bool* stops;                    // (V)
     bool streams;                   // one prompt, printed as it grows
     bool speaks;                    // this rank prints
-    FILE* input;                    // lines of JSON; null: the one prompt
-    const char* input_name;
+    Lines* input;                   // of JSON; null: the one prompt
     int num_read;
     // what is printed at the end
     double start_s, sum_first_s;
@@ -271,17 +278,15 @@ static int* ids_from_text(const Generator* g, const char* text, const char* from
 /* The next line: {"prompt": TEXT} or {"ids": [...]}, and what differs from the command line. False at the end. */
 static bool prompt_read(Prompt* p, const Model* m, Generator* g)
 {
-    char* line = nullptr;
-    size_t room = 0;
-    ssize_t length;
-    while ((length = getline(&line, &room, g->input)) > 0 && strspn(line, " \t\r\n") == (size_t)length) {}
-    if (length <= 0) {
-        free(line);
-        return false;
-    }
+    char* line;
+    size_t length;
+    comm_idle(m->zero->comm, true);                  // stdin may be somebody who types
+    while ((line = lines_next(g->input, &length)) != nullptr && strspn(line, " \t\r") == length) free(line);
+    comm_idle(m->zero->comm, false);
+    if (line == nullptr) return false;
     char from[4200];
-    snprintf(from, sizeof from, "%s, prompt %d", g->input_name, g->num_read);
-    cJSON* j = json_parse(line, (size_t)length, from);
+    snprintf(from, sizeof from, "%s, prompt %d", g->input->name, g->num_read);
+    cJSON* j = json_parse(line, length, from);
     *p = Prompt{};
     p->idx = g->num_read++;
     p->config = g->defaults;
@@ -425,7 +430,19 @@ static int decoder_add_rows(Decoder* d, Prompt* p, int slot, int N, int limit)
     return num_rows;
 }
 
-/* All prompts, up to num_slots at once. `first`: already read, or null. */
+/* The next prompt: `first` if there is one, else of the input, if it has a line or nothing runs meanwhile. */
+static bool prompt_next(Prompt* p, const Model* m, Generator* g, Prompt** first, int num_running)
+{
+    if (*first != nullptr) {
+        *p = **first;
+        *first = nullptr;
+        return true;
+    }
+    return g->input != nullptr && (num_running == 0 || lines_ready(g->input)) && prompt_read(p, m, g);
+}
+
+/* All prompts, up to num_slots at once. `first`: already read, or null. While a prompt runs, the next one is not waited
+ * for: who types sees the answer to the first. */
 static void generate_cached(Decoder* d, Generator* g, Prompt* first)
 {
     Model* m = d->model;
@@ -436,13 +453,12 @@ static void generate_cached(Decoder* d, Generator* g, Prompt* first)
     memset(prompts, 0, d->num_slots * sizeof *prompts);
     for (;;) {
         int N = 0, num_wanted = 0, num_running = 0;
+        for (int slot = 0; slot < d->num_slots; slot++) num_running += prompts[slot].ids != nullptr;
         for (int slot = 0; slot < d->num_slots; slot++) {
             Prompt* p = &prompts[slot];
-            while (p->ids == nullptr && (first != nullptr || (g->input != nullptr && prompt_read(p, m, g)))) {
-                if (first != nullptr) *p = *first;
-                first = nullptr;
+            if (p->ids != nullptr) continue;
+            while (p->ids == nullptr && prompt_next(p, m, g, &first, num_running))
                 if (p->finish != Finish::NOT_YET) prompt_end(p, m, g);
-            }
             num_running += p->ids != nullptr;
         }
         if (num_running == 0) break;
@@ -474,9 +490,7 @@ static void generate_uncached(Model* m, Generator* g, Prompt* first)
     floatX* raw = (floatX*)malloc_checked(m->config.V * sizeof(floatX));
     float* h_logits = (float*)malloc_checked(m->config.V * sizeof(float));
     Prompt p = {};
-    while (first != nullptr || (g->input != nullptr && prompt_read(&p, m, g))) {
-        if (first != nullptr) p = *first;
-        first = nullptr;
+    while (prompt_next(&p, m, g, &first, 0)) {
         while (p.finish == Finish::NOT_YET) {
             logits_of_context(m, p.ids, p.num_ids, raw);
             prompt_advance(&p, m, g, raw, h_logits);
@@ -555,7 +569,7 @@ static Generator generator_open(const Model* m, const Flags* f, const char* toke
 
 static void generator_close(Generator* g)
 {
-    if (g->input != nullptr && g->input != stdin) fclose(g->input);
+    if (g->input != nullptr) lines_close(g->input);
     if (g->tokenizer != nullptr) tokenizer_close(g->tokenizer);
     free(g->stops);
 }
@@ -565,12 +579,11 @@ static void generate(Model* m, Decoder* decoder, const Flags* f, const char* tok
 {
     Generator g = generator_open(m, f, tokenizer_path);
     Prompt first = {};
+    Lines lines;
     if (f->given[FLAG_prompts]) {
-        bool from_stdin = strcmp(f->prompts, "-") == 0;
-        g.input_name = from_stdin ? "stdin" : f->prompts;
-        g.input = from_stdin ? stdin : fopen(f->prompts, "r");
-        ENSURE(g.input != nullptr, "--prompts %s: cannot be opened: %s", f->prompts, strerror(errno));
-        ENSURE(!from_stdin || m->zero->stage < 3 || m->zero->comm->num_ranks == 1,
+        lines = lines_open(f->prompts);
+        g.input = &lines;
+        ENSURE(lines.fd > 0 || m->zero->stage < 3 || m->zero->comm->num_ranks == 1,
                "--prompts -: at stage 3 every rank reads the prompts: give a file");
     } else {
         size_t num_ids;

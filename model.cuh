@@ -40,6 +40,7 @@ typedef struct Config {
     Gelu gelu;              // GPT-2
     RopeConfig rope;        // LLaMA
     char* hf_text;          // config.json as it was read, written back as it is; null for presets
+    int num_pieces, piece_rows;   // wte and the head as sub-units: model_tensors
 } Config;
 
 /* Sets what follows from the rest and refuses what no kernel can do; `from` names the preset or file. */
@@ -256,11 +257,31 @@ static void config_add_llama(cJSON* j, const Config* c)
     json_add_float(j, "rope_theta", c->rope.theta);
 }
 
-/* The config as config.json: what was read, byte for byte, else that of a preset. */
-static void config_write(const Config* c, const char* path)
+/* The text of config.json with what it says of the weights' type: transformers would round to it. */
+static void config_write_text(const char* text, const char* path, const char* dtype)
 {
+    const char *from = text, *to = text;      // the word between the quotes
+    for (const char* key : {"\"dtype\"", "\"torch_dtype\""}) {
+        const char* at = strstr(text, key);
+        if (at != nullptr) at += strlen(key) + strspn(at + strlen(key), " \t\r\n:");
+        if (at == nullptr || *at != '"') continue;
+        from = at + 1;
+        to = from + strcspn(from, "\"");
+    }
+    JsonText t = {nullptr, 0, 0};
+    json_text_add(&t, "%.*s%s%s", (int)(from - text), text, from < to ? dtype : "", to);
+    json_write_text(path, t.text, t.length);
+    json_text_free(&t);
+}
+
+/* The config as config.json: what was read, byte for byte but for the type of the weights, else that of a preset. dtype
+ * is fp32, bf16 or fp16. */
+static void config_write(const Config* c, const char* path, const char* dtype)
+{
+    const char* torch_dtype = strcmp(dtype, "bf16") == 0 ? "bfloat16" : strcmp(dtype, "fp16") == 0 ? "float16"
+                              : "float32";
     if (c->hf_text != nullptr) {
-        json_write_text(path, c->hf_text, strlen(c->hf_text));
+        config_write_text(c->hf_text, path, torch_dtype);
         return;
     }
     bool gpt2 = c->family == Family::GPT2, qwen2 = strcmp(c->model_type, "qwen2") == 0;
@@ -273,7 +294,7 @@ static void config_write(const Config* c, const char* path)
     else config_add_llama(j, c);
     json_add_bool(j, "tie_word_embeddings", c->tied);
     json_add_float(j, "initializer_range", 0.02);
-    json_add_string(j, "torch_dtype", "float32");
+    json_add_string(j, "torch_dtype", torch_dtype);
     json_write_file(path, j);
     cJSON_Delete(j);
 }
@@ -360,19 +381,60 @@ static bool config_has(const Config* c, Row row)
     return row != LM_HEAD || !c->tied;
 }
 
-/* Units: 0 the embeddings, 1..L the blocks, L+1 the head. */
-static int unit_embed(const Config*) { return 0; }
-static int unit_block(const Config*, int layer) { return 1 + layer; }
-static int unit_head(const Config* c) { return 1 + c->L; }
+/* Units: 0 the embeddings, 1..L the blocks, L+1 the head. With pieces: those of wte, the blocks, the final norm, those
+ * of the head. */
+static int unit_embed(const Config*, int piece = 0) { return piece; }
+static int unit_block(const Config* c, int layer) { return c->num_pieces + layer; }
+static int unit_head(const Config* c) { return c->num_pieces + c->L; }
+static int unit_lm_head(const Config* c, int piece) { return unit_head(c) + (c->num_pieces > 1 ? 1 + piece : 0); }
+static int num_units(const Config* c) { return unit_lm_head(c, c->num_pieces - 1) + 1; }
 
-static void tensor_add(Tensor* out, const Config* c, const TensorRow* row, int unit, int layer)
+/* Columns of the vocabulary that piece `piece` has, of which those from real_columns on are padding. */
+static int piece_columns(const Config* c, int piece)
+{
+    int left = c->VP - piece * c->piece_rows;
+    return left < c->piece_rows ? left : c->piece_rows;
+}
+
+/* An untied wte and head larger than a block are cut into pieces of its size, so that at stage 3 no rank ever holds
+ * them whole. A piece has a multiple of 64 rows, and so many that its unit has no padding. Tied they are one unit:
+ * lookup, head and its backward would gather it three times, and its gradient stays whole anyway. So does GPT-2's with
+ * its positions. */
+static void config_cut(Config* c, int num_ranks)
+{
+    size_t C = c->C, Q = config_dim(c, Dim::Q), QKV = config_dim(c, Dim::QKV), vocab = (size_t)c->VP * C;
+    size_t block = C * (QKV + Q) + 3 * C * (size_t)c->F, step = 1;
+    while (step * C % num_ranks != 0) step++;
+    c->num_pieces = 1;
+    c->piece_rows = c->VP;
+    if (c->tied || c->family == Family::GPT2 || vocab <= block) return;
+    size_t rows = round_up(ceil_div(c->VP, ceil_div(vocab, block)), 64 * step);
+    if (rows >= (size_t)c->VP) return;
+    c->piece_rows = (int)rows;
+    c->num_pieces = (int)ceil_div(c->VP, rows);
+}
+
+static bool unit_has(const Config* c, int unit, const TensorRow* row)
+{
+    if (row->row == LM_HEAD) return unit >= unit_lm_head(c, 0);
+    Where where = unit < unit_block(c, 0) ? Where::EMBED : unit < unit_head(c) ? Where::BLOCK : Where::HEAD;
+    return row->where == where && unit <= unit_head(c);
+}
+
+static void tensor_add(Tensor* out, const Config* c, const TensorRow* row, int unit)
 {
     *out = Tensor{};
-    snprintf(out->name, sizeof out->name, row->name, layer);
-    out->shape[0] = config_dim(c, row->rows);
+    snprintf(out->name, sizeof out->name, row->name, unit - unit_block(c, 0));
+    out->file_rows = out->shape[0] = out->padded_rows = config_dim(c, row->rows);
     out->shape[1] = config_dim(c, row->cols);
     out->num_dims = row->cols == Dim::ONE ? 1 : 2;
-    out->padded_rows = row->rows == Dim::V ? c->VP : out->shape[0];
+    if (row->rows == Dim::V) {
+        int piece = row->row == LM_HEAD ? unit - unit_lm_head(c, 0) : unit - unit_embed(c);
+        out->file_first_row = (size_t)piece * c->piece_rows;
+        out->padded_rows = piece_columns(c, piece);
+        size_t left = out->file_rows - out->file_first_row;
+        out->shape[0] = left < out->padded_rows ? left : out->padded_rows;
+    }
     out->unit = unit;
     double residual_std = 0.02 / sqrt(2.0 * c->L);
     out->init_std = row->init == Init::NORMAL ? 0.02 : row->init == Init::RESIDUAL ? residual_std : 0;
@@ -382,17 +444,17 @@ static void tensor_add(Tensor* out, const Config* c, const TensorRow* row, int u
 }
 
 /* All tensors of the model in unit order, placed for R ranks. */
-static void model_tensors(Shard* shard, const Config* c, int num_ranks)
+static void model_tensors(Shard* shard, Config* c, int num_ranks)
 {
+    config_cut(c, num_ranks);
     const TensorRow* rows = c->family == Family::GPT2 ? gpt2_tensors : llama_tensors;
     int num_rows = (int)(c->family == Family::GPT2 ? sizeof gpt2_tensors : sizeof llama_tensors) / (int)sizeof rows[0];
-    Tensor* tensors = (Tensor*)malloc_checked(num_rows * (size_t)(c->L + 1) * sizeof(Tensor));
+    Tensor* tensors = (Tensor*)malloc_checked((num_rows * (size_t)(c->L + 1) + 2 * c->num_pieces) * sizeof(Tensor));
     int n = 0;
-    for (int unit = 0; unit <= unit_head(c); unit++) {
-        Where where = unit == unit_embed(c) ? Where::EMBED : unit == unit_head(c) ? Where::HEAD : Where::BLOCK;
+    for (int unit = 0; unit < num_units(c); unit++) {
         for (int i = 0; i < num_rows; i++) {
-            if (rows[i].where != where || !config_has(c, rows[i].row)) continue;
-            tensor_add(&tensors[n], c, &rows[i], unit, unit - 1);
+            if (!unit_has(c, unit, &rows[i]) || !config_has(c, rows[i].row)) continue;
+            tensor_add(&tensors[n], c, &rows[i], unit);
             tensors[n].joined = n > 0 && tensors[n - 1].unit == unit && tensors[n - 1].row == rows[i].row;
             n++;
         }
@@ -432,7 +494,7 @@ typedef struct Model {
     Config config;
     Shard shard;
     Zero* zero;
-    bool* resident;           // (num_units): the embeddings and the head
+    bool walks_vocab;         // stage 3: the pieces of wte and head are gathered one after another, and released
     Recompute recompute;
     int segment_layers;       // BLOCKS
     int* visits;              // (num_visits) units in the order of their use in a micro-step
@@ -459,6 +521,8 @@ typedef struct Model {
     float  *norm_f_mean, *norm_f_rstd;   // (N)
     floatX *logits;           // (head_rows,VP), turned into dlogits in place
     float  *losses;           // (N)
+    float  *maxima;           // (N)       walks_vocab: of the logits so far
+    double *exp_sums;         // (N)       and the sum of their exponentials
     int *tokens, *targets;    // (B,T)
     // backward
     floatX *dresidual;        // (N,C)     gradient of the residual stream, carried from block to block
@@ -533,6 +597,8 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     plan_add(plan, label, D, &m->fc_act, (is_llama(m) ? cheap : mlp) * F);
     for (floatX** p : {&m->branch, &m->residual_f, &m->norm_f}) plan_add(plan, label, D, p, N * C);
     for (float** p : {&m->norm_f_rstd, &m->losses}) plan_add(plan, label, D, p, N);
+    plan_add(plan, label, D, &m->maxima, m->walks_vocab ? N : 0);
+    plan_add(plan, label, D, &m->exp_sums, m->walks_vocab ? N : 0);
     if (is_llama(m)) {
         plan_add(plan, "rotary table", D, &m->rope, (size_t)T * c->HS);
     } else {
@@ -557,7 +623,7 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
 /* After plan_allocate: tables. */
 static void model_start(Model* m)
 {
-    if (!is_llama(m)) return;
+    if (m->rope == nullptr) return;     // GPT-2, or an export, which computes nothing
     size_t elems = (size_t)m->T * m->config.HS;
     float* h_table = (float*)malloc_checked(elems * sizeof(float));
     rope_table(h_table, &m->config.rope, 0, m->T, m->config.HS);

@@ -1,8 +1,16 @@
 /* passes.cuh: forward and backward of the whole model: the units one after another, their parameters when they are
  * needed, their gradients when they are complete. The blocks themselves are in model.cuh.
- *   model_visits       the order in which a micro-step uses the units' parameters
+ *   model_visits       the order in which a micro-step uses the units' parameters; model_resident: which stay whole
  *   model_forward      tokens -> the input of the head     head_forward, head_loss   the head, in chunks of rows
- *   model_train_micro  tokens, targets -> gradients, sums  model_eval_micro          tokens, targets -> sums */
+ *   model_train_micro  tokens, targets -> gradients, sums  model_eval_micro          tokens, targets -> sums
+ *
+ * Stage 3 with a large untied vocabulary (walks_vocab): wte and head are pieces of about a block's size that pass
+ * through the ring as blocks do. The lookup takes from each piece the rows that lie in it. The head goes through its
+ * pieces twice, each time over all rows: up, for the maximum and the sum of the softmax, and down again from the piece
+ * that is still there, with the same logits made again, for the gradients. So nothing is gathered more often than a
+ * block is, V C weights and 3 V C of their gradients' fp32 lie on no rank, and the price is a fourth product of the
+ * head. The other ways: gather all pieces for each chunk of rows (N / head_rows times the bytes), or keep the logits of
+ * all rows (2 N V bytes: for llama3-8b at 8192 tokens twice the head itself). */
 #pragma once
 #include "model.cuh"
 
@@ -17,17 +25,26 @@ static bool makes_segment_again(const Model* m, int layer)
 static void model_visits(Model* m)
 {
     const Config* c = &m->config;
-    m->visits = (int*)malloc_checked((3 * (size_t)c->L + 2) * sizeof(int));
+    m->visits = (int*)malloc_checked((3 * (size_t)c->L + 3 * c->num_pieces + 1) * sizeof(int));
     int n = 0;
-    m->visits[n++] = unit_embed(c);
-    for (int layer = 0; layer < c->L; layer++) m->visits[n++] = unit_block(c, layer);
-    m->visits[n++] = unit_head(c);
+    for (int unit = 0; unit < num_units(c); unit++) m->visits[n++] = unit;
+    if (m->walks_vocab)
+        for (int piece = c->num_pieces - 1; piece >= 0; piece--) m->visits[n++] = unit_lm_head(c, piece);
     for (int layer = c->L - 1; layer >= 0; layer--) {
         if (makes_segment_again(m, layer))
             for (int i = layer + 1 - m->segment_layers; i <= layer; i++) m->visits[n++] = unit_block(c, i);
         m->visits[n++] = unit_block(c, layer);
     }
     m->num_visits = n;
+}
+
+/* Units whose gradients stay whole, and at stage 3 their parameters: embeddings and head, unless the vocabulary is
+ * walked through. */
+static void model_resident(const Model* m, bool* resident)
+{
+    const Config* c = &m->config;
+    for (int u = 0; u < num_units(c); u++)
+        resident[u] = u == unit_head(c) || (!m->walks_vocab && (u < unit_block(c, 0) || u > unit_head(c)));
 }
 
 /* Makes the segment that ends with block `layer` again from its input. */
@@ -40,28 +57,54 @@ static void segment_forward(Model* m, int layer, int B, int T)
     }
 }
 
+static TokenRange piece_tokens(const Config* c, int piece)
+{
+    return TokenRange{piece * c->piece_rows, piece_columns(c, piece)};
+}
+
+/* m->tokens (N) -> out (N,C). positions null: row n stands at n % T. Whole, the pieces are one matrix. */
+static void embed_forward(const Model* m, floatX* out, const int* positions, int N, int T)
+{
+    const Config* c = &m->config;
+    for (int piece = 0; piece < c->num_pieces; piece++) {
+        int unit = unit_embed(c, piece);
+        zero_params_begin(m->zero, unit);
+        if (!m->walks_vocab && piece < c->num_pieces - 1) continue;
+        TokenRange range = m->walks_vocab ? piece_tokens(c, piece) : ALL_TOKENS;
+        if (!m->walks_vocab) unit = unit_embed(c);
+        embedding_rows(out, m->tokens, positions, model_param(m, unit, WTE), model_param(m, unit, WPE), range, N, T,
+                       c->C, m->zero->compute);
+    }
+}
+
+/* Before the final norm, and before the head where that lies whole. */
+static void head_begin(Model* m)
+{
+    const Config* c = &m->config;
+    for (int unit = unit_head(c); unit < (m->walks_vocab ? unit_head(c) + 1 : num_units(c)); unit++)
+        zero_params_begin(m->zero, unit);
+}
+
 /* m->tokens (B,T) -> m->norm_f (B*T,C): all but the head. */
 static void model_forward(Model* m, int B, int T)
 {
     const Config* c = &m->config;
-    int embed = unit_embed(c);
-    zero_params_begin(m->zero, embed);
-    embedding_forward(m->residual, m->tokens, model_param(m, embed, WTE), model_param(m, embed, WPE), B, T, c->C,
-                      m->zero->compute);
+    embed_forward(m, m->residual, nullptr, B * T, T);
     for (int layer = 0; layer < c->L; layer++) {
         zero_params_begin(m->zero, unit_block(c, layer));
         block_forward(m, layer, B, T, layer == 0);
     }
-    zero_params_begin(m->zero, unit_head(c));
+    head_begin(m);
     const floatX* last = model_block(m, c->L - 1).residual_2;
     norm_forward(m, unit_head(c), NORM_F_WEIGHT, m->residual_f, m->norm_f, m->norm_f_mean, m->norm_f_rstd, 0, last,
                  m->branch, B * T);
 }
 
+/* Where the head lies whole. */
 static const floatX* head_weight(const Model* m)
 {
     return m->config.tied ? model_param(m, unit_embed(&m->config), WTE)
-                          : model_param(m, unit_head(&m->config), LM_HEAD);
+                          : model_param(m, unit_lm_head(&m->config, 0), LM_HEAD);
 }
 
 /* Logits of `rows` rows of norm_f from row `first` on -> m->logits (rows,VP). */
@@ -86,11 +129,75 @@ static void head_loss(Model* m, int N, float dloss, bool backward)
         classifier(m->logits, m->losses + first, m->targets + first, rows, c->V, c->VP, dloss, loss_scale, backward,
                    stream);
         if (!backward) continue;
-        float* dweight = c->tied ? model_grad(m, unit_embed(c), WTE) : model_grad(m, unit_head(c), LM_HEAD);
+        float* dweight = c->tied ? model_grad(m, unit_embed(c), WTE) : model_grad(m, unit_lm_head(c, 0), LM_HEAD);
         matmul_backward_input(m->dnorm + (size_t)first * c->C, m->logits, head_weight(m), rows, c->C, c->VP,
                               Layout::OUT_IN, false, stream);
         matmul_backward_weight(dweight, nullptr, m->scratch, m->logits, m->norm_f + (size_t)first * c->C, rows, c->C,
                                c->VP, Layout::OUT_IN, stream);
+    }
+}
+
+/* The logits' columns of a piece of the head, in m->logits (rows,stride); how many rows of them fit. */
+static LogitsPiece head_piece(const Model* m, int piece, int* max_rows)
+{
+    const Config* c = &m->config;
+    int first = piece * c->piece_rows, stride = piece_columns(c, piece), left = c->V - first;
+    *max_rows = (int)((size_t)m->head_rows * c->VP / stride);
+    return LogitsPiece{first, left < stride ? left : stride, stride, piece == c->num_pieces - 1};
+}
+
+/* head_loss where the head is walked through; `backward` also reduces the gradients of its pieces. */
+static void head_walk(Model* m, int N, float dloss, bool backward, int micro, int num_micro)
+{
+    const Config* c = &m->config;
+    Zero* z = m->zero;
+    cudaStream_t stream = z->compute;
+    int C = c->C, num_visits = backward ? 2 * c->num_pieces : c->num_pieces;
+    for (int visit = 0; visit < num_visits; visit++) {
+        bool up = visit < c->num_pieces;
+        int index = up ? visit : num_visits - 1 - visit, unit = unit_lm_head(c, index), max_rows;
+        LogitsPiece piece = head_piece(m, index, &max_rows);
+        zero_params_begin(z, unit);
+        if (!up) zero_gradient_begin(z, unit);
+        const floatX* weight = model_param(m, unit, LM_HEAD);
+        for (int first = 0; first < N; first += max_rows) {
+            int rows = N - first < max_rows ? N - first : max_rows;
+            const floatX* inp = m->norm_f + (size_t)first * C;
+            matmul_forward(m->logits, inp, weight, nullptr, rows, C, piece.stride, Layout::OUT_IN, stream);
+            if (up) {
+                classifier_piece_forward(m->logits, m->losses + first, m->maxima + first, m->exp_sums + first,
+                                         m->targets + first, rows, piece, stream);
+                continue;
+            }
+            classifier_piece_backward(m->logits, m->maxima + first, m->exp_sums + first, m->targets + first, rows,
+                                      piece, dloss, &z->state->loss_scale, stream);
+            matmul_backward_input(m->dnorm + (size_t)first * C, m->logits, weight, rows, C, piece.stride,
+                                  Layout::OUT_IN, !piece.last, stream);
+            matmul_backward_weight(model_grad(m, unit, LM_HEAD), nullptr, m->scratch, m->logits, inp, rows, C,
+                                   piece.stride, Layout::OUT_IN, stream);
+        }
+        if (!up) zero_gradient_end(z, unit, micro, num_micro);
+    }
+}
+
+/* m->losses (N), no gradients. */
+static void head_losses(Model* m, int N)
+{
+    if (m->walks_vocab) head_walk(m, N, 0, false, 0, 1);
+    else head_loss(m, N, 0, false);
+}
+
+/* Logits of some rows of norm_f where the head is walked through -> m->logits (num_rows,VP). */
+static void head_rows_forward(Model* m, const int* rows, int num_rows)
+{
+    const Config* c = &m->config;
+    for (int piece = 0; piece < c->num_pieces; piece++) {
+        int unit = unit_lm_head(c, piece);
+        zero_params_begin(m->zero, unit);
+        for (int i = 0; i < num_rows; i++)
+            matmul_forward(m->logits + (size_t)i * c->VP + (size_t)piece * c->piece_rows,
+                           m->norm_f + (size_t)rows[i] * c->C, model_param(m, unit, LM_HEAD), nullptr, 1, c->C,
+                           piece_columns(c, piece), Layout::OUT_IN, m->zero->compute);
     }
 }
 
@@ -100,12 +207,15 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     const Config* c = &m->config;
     Zero* z = m->zero;
     cudaStream_t stream = z->compute;
-    int N = B * T, embed = unit_embed(c), head = unit_head(c);
+    int N = B * T, head = unit_head(c);
     model_forward(m, B, T);
-    head_loss(m, N, dloss, true);
+    if (m->walks_vocab) head_walk(m, N, dloss, true, micro, num_micro);
+    else head_loss(m, N, dloss, true);
     loss_accumulate(z->step_sums + NUM_TOKS, m->losses, m->targets, N, stream);
     CUDA_CHECK(cudaMemsetAsync(m->dresidual, 0, (size_t)N * c->C * sizeof(floatX), stream));
     norm_backward(m, head, NORM_F_WEIGHT, m->residual_f, m->norm_f_mean, m->norm_f_rstd, 0, N);
+    for (int unit = num_units(c) - 1; unit > head && !m->walks_vocab; unit--)
+        zero_gradient_end(z, unit, micro, num_micro);
     zero_gradient_end(z, head, micro, num_micro);
     for (int layer = c->L - 1; layer >= 0; layer--) {
         int unit = unit_block(c, layer);
@@ -116,15 +226,19 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
         block_backward(m, layer, B, T);
         zero_gradient_end(z, unit, micro, num_micro);
     }
-    embedding_backward(model_grad(m, embed, WTE), model_grad(m, embed, WPE), m->dresidual, m->tokens, B, T, c->C,
-                       stream);
-    zero_gradient_end(z, embed, micro, num_micro);
+    for (int piece = c->num_pieces - 1; piece >= 0; piece--) {
+        int embed = unit_embed(c, piece);
+        zero_gradient_begin(z, embed);
+        embedding_backward(model_grad(m, embed, WTE), model_grad(m, embed, WPE), m->dresidual, m->tokens, B, T, c->C,
+                           stream, piece_tokens(c, piece));
+        zero_gradient_end(z, embed, micro, num_micro);
+    }
 }
 
 /* Adds the losses of m->tokens, m->targets (B,T) to sums[0] (count) and sums[1] (loss), on the device. */
 static void model_eval_micro(Model* m, double* sums, int B, int T)
 {
     model_forward(m, B, T);
-    head_loss(m, B * T, 0, false);
+    head_losses(m, B * T);
     loss_accumulate(sums, m->losses, m->targets, (size_t)B * T, m->zero->compute);
 }

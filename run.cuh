@@ -44,6 +44,8 @@ typedef struct Run {
     cudaEvent_t batch_copied[2];
     cudaEvent_t step_begun[STEPS_IN_FLIGHT], step_ended[STEPS_IN_FLIGHT];   // on the compute stream, timed
     size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
+    Ask ask;                       // what the ranks have agreed that a signal asks for
+    bool val_due;                  // the validation of this step was cut short by it
     bool seen_skip;                // the newest result seen is a skipped step: see each before the next is begun
     double mean_step_s;
     bool on_terminal, bar_drawn;
@@ -256,16 +258,6 @@ static Storage storage_from_flags(const Flags* f)
     return Storage{dtype_find(f->master), dtype_find(f->state_dtype)};
 }
 
-/* Where each tensor lies, for this number of ranks. */
-static void place_tensors(Run* run)
-{
-    Model* m = &run->model;
-    model_tensors(&m->shard, &m->config, run->comm.num_ranks);
-    m->resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
-    for (int u = 0; u < m->shard.num_units; u++)
-        m->resident[u] = u == unit_embed(&m->config) || u == unit_head(&m->config);
-}
-
 /* Plans memory: everything the run will hold with its setting. */
 static void plan_run(Run* run, bool training)
 {
@@ -275,15 +267,19 @@ static void plan_run(Run* run, bool training)
     m->zero = &run->zero;
     m->recompute = s->recompute;
     m->segment_layers = s->segment_layers;
+    m->walks_vocab = s->stage == 3 && m->config.num_pieces > 1;
     model_visits(m);
-    ZeroConfig zero = {s->stage, m->resident, s->G, training, s->storage, (uint64_t)f->seed, f->overlap != 0,
+    bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
+    model_resident(m, resident);
+    ZeroConfig zero = {s->stage, resident, s->G, training, s->storage, (uint64_t)f->seed, f->overlap != 0,
                        strcmp(f->reduce, "step") == 0, f->deterministic,
                        (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
+    free(resident);
     bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
     if (decodes) decoder_plan(&run->decoder, m, &run->plan, f->given[FLAG_prompts] ? s->B : 1, run->T);
-    else model_plan(m, &run->plan, s->B, run->T, training);
+    else if (!f->given[FLAG_export_]) model_plan(m, &run->plan, s->B, run->T, training);
     for (int k = 0; k < 2; k++) {
         plan_add(&run->plan, "batches", Place::HOST, &run->h_tokens[k], (size_t)s->B * run->T);
         plan_add(&run->plan, "batches", Place::HOST, &run->h_targets[k], (size_t)s->B * run->T);

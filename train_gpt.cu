@@ -159,6 +159,7 @@ static void print_bar(Run* run, int micro)
 static size_t load_batch(Run* run, Loader* loader, size_t count)
 {
     int k = (int)(count & 1);
+    watch_move(run->comm.watch, "a micro-batch", (size_t)run->B * run->T);
     size_t bytes = (size_t)run->B * run->T * sizeof(int);
     CUDA_CHECK(
         cudaEventSynchronize(run->batch_copied[k])); // the copy before the last: long done unless the host is far ahead
@@ -185,6 +186,7 @@ static void train_step(Run* run)
     }
     const Flags* f = run->flags;
     AdamwConfig adamw = {(float)f->beta1, (float)f->beta2, (float)f->eps, (float)f->weight_decay};
+    zero_step_ask(&run->zero, signals_take());
     zero_step_end(&run->zero, run->config, adamw, slot);
     run->step_asked_bytes += run->comm.asked_bytes - asked_before;
     CUDA_CHECK(cudaEventRecord(run->step_ended[slot], run->zero.compute));
@@ -216,13 +218,24 @@ static void finish_step(Run* run, size_t step, const char* hash)
     if (hash != nullptr) log_text(&run->log, "state_hash", hash);
     log_end(&run->log);
     run->seen_skip = s->skip == Skip::NONFINITE;
+    Ask ask = s->asked_to_end ? Ask::END : s->asked_to_save ? Ask::SAVE : Ask::NONE;
+    if (ask > run->ask) run->ask = ask;
     if (s->loss_scale_exhausted || (s->num_skipped_in_a_row >= 10 && !run->config.dynamic_loss_scale))
         stop_at_nonfinite(run, s, step);
 }
 
-typedef struct { double loss; double num_tokens; } EvalResult;
+typedef struct { double loss; double num_tokens; } EvalResult;   // of no token: cut short
 
-/* The whole validation set (or --eval-batches of it): sum of losses / tokens. Ranks without data run empty batches. */
+/* Between steps, where the hosts may wait for one another. */
+static Ask ask_outside_step(Run* run)
+{
+    Ask ask = signals_agree(&run->comm);
+    if (ask > run->ask) run->ask = ask;
+    return run->ask;
+}
+
+/* The whole validation set (or --eval-batches of it): sum of losses / tokens. Ranks without data run empty batches. A
+ * run that is asked to end cuts it short. */
 static EvalResult evaluate(Run* run)
 {
     Loader* val = run->val;
@@ -234,6 +247,7 @@ static EvalResult evaluate(Run* run)
     double* sums = z->step_sums;   // free between steps
     CUDA_CHECK(cudaMemsetAsync(sums, 0, 2 * sizeof(double), z->compute));
     for (size_t i = 0; i < num_batches; i++) {
+        if (ask_outside_step(run) == Ask::END) return EvalResult{};
         load_batch(run, val, i);
         model_eval_micro(&run->model, sums, run->B, run->T);
     }
@@ -248,6 +262,8 @@ static void evaluate_and_say(Run* run)
 {
     if (!run->has_val) return;
     EvalResult r = evaluate(run);
+    run->val_due = r.num_tokens == 0;
+    if (run->val_due) return;
     double bits = 0;
     if (run->val_set.text_bytes > 0)
         bits = r.loss / M_LN2 * (double)run->val_set.num_toks / (double)run->val_set.text_bytes;
@@ -275,7 +291,7 @@ static void write_small_files(const char* folder, void* context)
     Run* run = (Run*)context;
     char file[4200];
     snprintf(file, sizeof file, "%s/config.json", folder);
-    config_write(&run->model.config, file);
+    config_write(&run->model.config, file, run->flags->export_dtype);
     snprintf(file, sizeof file, "%s/tokenizer.json", folder);
     if (run->tokenizer_path[0]) file_copy(file, run->tokenizer_path);
 }
@@ -289,6 +305,7 @@ static void save(Run* run)
     state.seed = (unsigned long long)run->flags->seed;
     state.seq_len = run->T;
     state.global_batch = run->global_batch;
+    state.val_due = run->val_due;
     char path[4096];
     const StepState* last = &run->zero.h_state[(run->step - 1) % STEPS_IN_FLIGHT]; // settled: a save waits for its step
     state.num_applied = last->num_applied;
@@ -306,14 +323,17 @@ static void train(Run* run)
     const Flags* f = run->flags;
     run->on_terminal = on_terminal();
     size_t unread = run->step + 1;   // first step whose result has not been seen
-    while (run->step < run->num_steps) {
+    if (run->val_due) evaluate_and_say(run);
+    while (run->step < run->num_steps && run->ask != Ask::END) {
         train_step(run);
         size_t step = ++run->step;
+        for (; unread < step; unread++) finish_step(run, unread, nullptr);
         bool last = step == run->num_steps;
-        bool saves = f->out[0] && (last || (f->save_every > 0 && step % f->save_every == 0));
+        bool saves = f->out[0] && (last || run->ask != Ask::NONE || (f->save_every > 0 && step % f->save_every == 0));
         bool evals = last || (f->eval_every > 0 && step % f->eval_every == 0);
         bool hashes = last || saves || (f->hash_every > 0 && step % f->hash_every == 0);
-        size_t settled = evals || hashes || run->seen_skip ? step : step - 1;   // else the newest is left for next time
+        bool waits = evals || hashes || run->seen_skip || run->ask != Ask::NONE;
+        size_t settled = waits ? step : step - 1;       // else the newest is left for next time
         char hash[32] = "";
         if (hashes) snprintf(hash, sizeof hash, "%016llx", zero_state_hash(&run->zero));
         if (f->check_replicas > 0 && step % f->check_replicas == 0)
@@ -321,8 +341,17 @@ static void train(Run* run)
         for (; unread <= settled; unread++) finish_step(run, unread, hashes && unread == step ? hash : nullptr);
         if (last && hash[0]) SAY("state hash %s after step %zu\n", hash, step);
         if (evals) evaluate_and_say(run);
+        saves = saves || (f->out[0] && run->ask != Ask::NONE);          // asked since
         if (saves) save(run);
+        if (run->ask == Ask::SAVE) {
+            if (!saves) SAY("asked to save: there is no -o to save to\n");
+            run->ask = Ask::NONE;
+        }
+        if (saves) ask_outside_step(run);
     }
+    if (run->ask == Ask::END)
+        SAY("asked to end: stops after step %zu%s\n", run->step,
+            f->out[0] ? ", which is saved" : "; nothing is saved without -o");
     if (run->comm.num_ranks > 1 && run->step > 0)
         SAY("sent    %zu bytes by rank 0, asked for %zu; %zu in steps, %zu a step as planned\n",
             comm_sent_so_far(&run->comm), run->comm.asked_bytes, run->step_asked_bytes, wire_bytes_per_step(run));
@@ -338,7 +367,7 @@ static void weights_init(Run* run)
         Range part = tensor_part(t, zero_owned(&run->zero, t->unit));
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
-            tensor_init(bounce, t, part.first - t->first + done, n, (uint64_t)run->flags->seed);
+            tensor_init(bounce, t, tensor_file_place(t, part.first) + done, n, (uint64_t)run->flags->seed);
             zero_state_from_host(&run->zero, STATE_WEIGHTS, t->unit, part.first + done, n, bounce);
             done += n;
         }
@@ -359,6 +388,7 @@ static void resume(Run* run, const char* folder)
     }
     CUDA_CHECK(cudaMemcpy(run->zero.state, &device_state, sizeof device_state, cudaMemcpyHostToDevice));
     run->step = state.step;
+    run->val_due = state.val_due;
     ENSURE(state.seq_len == (size_t)run->T,
            "%s: was trained with -t %zu, now -t %d: the data position counts windows of that length; give -t %zu",
            folder, state.seq_len, run->T, state.seq_len);
@@ -394,7 +424,7 @@ static void say_sample(Run* run)
         SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
         generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids);
     }
-    comm_barrier(&run->comm);
+    comm_barrier_idle(&run->comm);
 }
 
 static void log_start(Run* run, const char* model_name)
@@ -448,7 +478,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
     batch_arithmetic(run, run->comm.num_ranks);
-    place_tensors(run);
+    model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, storage_from_flags(f)};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
     if (f->auto_) setting_choose(run, device_free_bytes(run));
@@ -502,7 +532,6 @@ static void run_free(Run* run)
     plan_run_free(run);
     plan_free(&run->plan);
     shard_free(&run->model.shard);
-    free(run->model.resident);
     matmul_free();
 }
 
@@ -521,13 +550,15 @@ void RUN_ALL(const Flags* f, Comm* comm)
     comm_ensure_same(comm, run_hash(run), "build, flags, data or model");
     run_allocate(run, model_name, resume_path);
     if (exports) {
-        weights_export(&run->zero, f->export_, write_small_files, run);
+        weights_export(&run->zero, f->export_, weights_dtype(f->export_dtype), (size_t)f->shard_bytes,
+                       write_small_files, run);
         SAY("exported %s\n", f->export_);
     } else if (generates) {
         ENSURE(run->tokenizer_path[0] || f->given[FLAG_prompts],
                "--generate needs a tokenizer.json: none in %s or %s; give --tokenizer FILE", model_name, f->data);
         if (run->comm.rank == 0 || run->setting.stage == 3)
             generate(&run->model, f->no_kv_cache ? nullptr : &run->decoder, f, run->tokenizer_path);
+        comm_barrier_idle(&run->comm);
     } else if (f->given[FLAG_choices]) {
         ENSURE(run->tokenizer_path[0], "--choices needs a tokenizer.json: none in %s or %s; give --tokenizer FILE",
                model_name, f->data);
@@ -538,10 +569,11 @@ void RUN_ALL(const Flags* f, Comm* comm)
         ENSURE(run->has_val, "--eval needs validation shards: no val_*.bin in %s; give --val", f->data);
         evaluate_and_say(run);
     } else {
+        signals_begin();
         if (resume_path[0]) resume(run, resume_path);
         log_start(run, model_name);
         train(run);
-        if (run->has_val && f->sample_tokens > 0 && run->num_steps > 0) say_sample(run);
+        if (run->has_val && f->sample_tokens > 0 && run->ask != Ask::END && run->num_steps > 0) say_sample(run);
     }
     run_free(run);
     *comm = run->comm;
@@ -557,6 +589,8 @@ static void refuse_what_is_not_there(const Flags* f)
             if (f->given[idx]) die_usage("%s is for -p fp16: leave it out", flag_long_name(&flag_rows[idx], name));
     if (f->given[FLAG_gpu] && !f->plan) die_usage("--gpu goes with --plan; a run takes the GPU that is here");
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
+    if ((f->given[FLAG_export_dtype] || f->given[FLAG_shard_bytes]) && !f->given[FLAG_export_])
+        die_usage("--export-dtype and --shard-bytes go with --export; checkpoints hold fp32");
     if (f->given[FLAG_epochs] && f->given[FLAG_steps])
         die_usage("-n and --epochs both say where the run ends: give one");
     int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_] +

@@ -25,6 +25,7 @@
  * More bytes than max_file_bytes are spread over NAME-00001-of-0000N.safetensors as huggingface_hub does it, in the
  * order given, and NAME.safetensors.index.json says in "weight_map" which file has which tensor. */
 #pragma once
+#include <sys/mman.h>
 #include <sys/statvfs.h>
 #include "json.h"
 #include "tokens.h"              // pread_full
@@ -359,19 +360,46 @@ static inline void safetensors_close(SafeTensors* st)
 
 /* ---------------------------------------------------------------- reading elements */
 
-static inline void safetensors_read_bytes(const SafeTensors* st, const SafeTensor* t, size_t first_elem,
-                                          size_t num_elems, void* out)
+/* Elements of a tensor as they lie in their file: no more is mapped, so that a rank's memory is that of its part. */
+typedef struct {
+    const unsigned char* bytes;
+    void* map;
+    size_t map_bytes;
+} SafeWindow;
+
+static inline SafeWindow safe_map(const SafeTensors* st, const SafeTensor* t, size_t first_elem, size_t num_elems)
 {
     size_t bits = safe_dtypes[(int)t->dtype].elem_bits;
-    ENSURE(first_elem <= t->num_elems && num_elems <= t->num_elems - first_elem, "%s: tensor \"%s\" has %zu elements, "
-           "%zu to %zu were asked for", st->path, t->name, t->num_elems, first_elem, first_elem + num_elems);
+    ENSURE(first_elem <= t->num_elems && num_elems <= t->num_elems - first_elem, "%s: tensor \"%s\" has %zu "
+           "elements, %zu to %zu were asked for", st->path, t->name, t->num_elems, first_elem, first_elem + num_elems);
     ENSURE(bits % 8 == 0, "%s: tensor \"%s\" is %s, which has no whole bytes", st->path, t->name,
            safe_dtypes[(int)t->dtype].name);
     const SafeFile* file = &st->files[t->file_idx];
     size_t need = num_elems * bits / 8, offset = t->offset + first_elem * bits / 8;
-    size_t got = pread_full(file->fd, out, need, offset);
-    ENSURE(got == need, "%s: tensor \"%s\": need %zu bytes at byte %zu, have %zu%s%s", file->path, t->name, need,
-           offset, got, errno ? ": " : "", errno ? strerror(errno) : "");
+    size_t lead = offset % (size_t)sysconf(_SC_PAGESIZE);
+    SafeWindow w = {nullptr, nullptr, lead + need};
+    if (need == 0) return w;
+    struct stat now;                                         // a page past its end would end us without a word
+    ENSURE(fstat(file->fd, &now) == 0 && (size_t)now.st_size >= offset + need, "%s: tensor \"%s\" has %zu "
+           "bytes from byte %zu on; the file was cut short since it was opened", file->path, t->name, need, offset);
+    w.map = mmap(nullptr, w.map_bytes, PROT_READ, MAP_SHARED | MAP_POPULATE, file->fd, (off_t)(offset - lead));
+    ENSURE(w.map != MAP_FAILED, "%s: %zu bytes at byte %zu cannot be mapped: %s", file->path, need, offset,
+           strerror(errno));
+    w.bytes = (const unsigned char*)w.map + lead;
+    return w;
+}
+
+static inline void safe_unmap(SafeWindow w)
+{
+    if (w.map != nullptr) munmap(w.map, w.map_bytes);
+}
+
+static inline void safetensors_read_bytes(const SafeTensors* st, const SafeTensor* t, size_t first_elem,
+                                          size_t num_elems, void* out)
+{
+    SafeWindow w = safe_map(st, t, first_elem, num_elems);
+    if (num_elems > 0) memcpy(out, w.bytes, num_elems * (safe_dtypes[(int)t->dtype].elem_bits / 8));
+    safe_unmap(w);
 }
 
 static inline void safetensors_read_f32(const SafeTensors* st, const SafeTensor* t, size_t first_elem, size_t num_elems,
@@ -379,18 +407,19 @@ static inline void safetensors_read_f32(const SafeTensors* st, const SafeTensor*
 {
     bool is_f16 = t->dtype == SafeDtype::F16;
     ENSURE(t->dtype == SafeDtype::F32 || is_f16 || t->dtype == SafeDtype::BF16, "%s: tensor \"%s\" is %s; weights are "
-           "read as F32, F16 or BF16: convert the file", st->path, t->name, safe_dtypes[(int)t->dtype].name);
+           "read as F32, F16 or BF16: convert the file", st->files[t->file_idx].path, t->name,
+           safe_dtypes[(int)t->dtype].name);
     if (t->dtype == SafeDtype::F32) {
         safetensors_read_bytes(st, t, first_elem, num_elems, out);
         return;
     }
-    unsigned char* half = (unsigned char*)out + 2 * num_elems;       // the back half of out, widened in place:
-    safetensors_read_bytes(st, t, first_elem, num_elems, half);      // float i ends before half i + 1 begins
+    SafeWindow w = safe_map(st, t, first_elem, num_elems);
     for (size_t i = 0; i < num_elems; i++) {
         uint16_t bits;
-        memcpy(&bits, half + 2 * i, 2);
+        memcpy(&bits, w.bytes + 2 * i, 2);
         out[i] = is_f16 ? safe_float_of_f16(bits) : safe_float_of_bits((uint32_t)bits << 16);
     }
+    safe_unmap(w);
 }
 
 /* ---------------------------------------------------------------- planning files to write */

@@ -1,6 +1,9 @@
 /* classifier.cuh: softmax, cross-entropy and its gradient in one visit; the gradient replaces the logits.
  *   loss_n   = log(sum_v exp(z_nv - m_n)) + m_n - z_n,target      m_n = max_v z_nv, over the V real columns
  *   dlogits  = dloss * loss_scale * (softmax(z) - onehot(target))    columns V..VP-1 are out of the softmax: gradient 0
+ *   classifier_piece_forward   a row's maximum and sum of exponentials over a piece of the columns join those of the
+ *                              pieces before; with the last piece comes the loss
+ *   classifier_piece_backward  dlogits of a piece, from the maxima and sums of all
  *   a row whose target is negative is not counted: loss 0, gradient 0
  * shapes  logits (rows,VP) floatX; losses (rows) fp32; targets (rows) int; loss_scale (1) double on the device, null: 1
  * writes  losses =; logits = dlogits when backward, else untouched
@@ -12,6 +15,9 @@
 #pragma once
 #include <cfloat>
 #include "vec.cuh"
+
+/* Columns first.. of the vocabulary: `count` real ones in rows of `stride`; `last`: none follow. */
+typedef struct { int first, count, stride; bool last; } LogitsPiece;
 
 #ifdef DEVICE_CPU
 
@@ -106,6 +112,47 @@ static void classifier_cpu(floatX* logits, float* losses, const int* targets, in
     }
 }
 
+static void classifier_piece_forward_cpu(const floatX* logits, float* losses, float* maxima, double* sums,
+                                         const int* targets, int rows, LogitsPiece piece)
+{
+    #pragma omp parallel for
+    for (int row = 0; row < rows; row++) {
+        floatX* z = (floatX*)logits + (size_t)row * piece.stride;      // not written to without KEEP
+        const int target = targets[row], place = target - piece.first;
+        const float m = classifier_max_cpu(z, piece.count), m_before = piece.first > 0 ? maxima[row] : -FLT_MAX;
+        const float m_all = m > m_before ? m : m_before;
+        const double before = piece.first > 0 ? sums[row] * exp((double)m_before - m_all) : 0.0;
+        maxima[row] = m_all;
+        sums[row] = before + classifier_exp_sum_cpu<false>(z, m, piece.count) * exp((double)m - m_all);
+        if (place >= 0 && place < piece.count) losses[row] = load_f(z[place]);
+        if (!piece.last) continue;
+        losses[row] = target < 0 ? 0.0f : (float)(log(sums[row]) + (double)m_all - (double)losses[row]);
+    }
+}
+
+static void classifier_piece_backward_cpu(floatX* logits, const float* maxima, const double* sums, const int* targets,
+                                          int rows, LogitsPiece piece, float dloss)
+{
+    #pragma omp parallel for
+    for (int row = 0; row < rows; row++) {
+        floatX* z = logits + (size_t)row * piece.stride;
+        const int place = targets[row] - piece.first;
+        if (targets[row] < 0) {
+            memset((void*)z, 0, (size_t)piece.stride * sizeof(floatX));
+            continue;
+        }
+        const float m = maxima[row], scale = (float)((double)dloss / sums[row]);
+        const bool has_target = place >= 0 && place < piece.count;
+        const float z_target = has_target ? load_f(z[place]) : 0.0f;
+        for (int v = 0; v < piece.count; v += VF) {
+            const int lanes = piece.count - v < VF ? piece.count - v : VF;
+            vf_store_n(z + v, vf_exp(classifier_load_tail(z + v, lanes) - m) * scale, lanes);
+        }
+        if (has_target) store_f(z + place, expf(z_target - m) * scale - dloss);
+        for (int v = piece.count; v < piece.stride; v++) store_f(z + v, 0.0f);
+    }
+}
+
 #else
 
 static constexpr int CLASSIFIER_MAX_BLOCK = 1024;    // few long rows at a time: each is still in L2 for pass two
@@ -117,6 +164,23 @@ template <int W> DEV void classifier_load(float (&x)[W], const floatX* z, int v,
 #pragma unroll
     for (int k = 0; k < W; k++)
         if (v + k >= V) x[k] = -INFINITY;
+}
+
+/* One thread's maximum m over its columns of a row, from m on, and its sum of exponentials relative to it. */
+template <int W> DEV void classifier_visit(float& m, float& sum, const floatX* z, int V, int first, int stride)
+{
+    float x[W];
+    for (int v = first; v < V; v += stride) {
+        classifier_load(x, z, v, V);
+        float m_new = m;
+#pragma unroll
+        for (int k = 0; k < W; k++) m_new = fmaxf(m_new, x[k]);
+        float stretch = 0.0f;
+#pragma unroll
+        for (int k = 0; k < W; k++) stretch += __expf(x[k] - m_new);
+        sum = sum * __expf(m - m_new) + stretch;
+        m = m_new;
+    }
 }
 
 /* A block a row. Pass one: each thread's running maximum and sum relative to it. Pass two: the gradient. */
@@ -138,17 +202,7 @@ classifier_kernel(floatX* logits, float* losses, const int* targets, int V, int 
     }
     const float z_target = load_f(z[target]);        // read by all before the barrier, overwritten by one after it
     float m = -FLT_MAX, sum = 0.0f;
-    for (int v = first; v < V; v += stride) {
-        classifier_load(x, z, v, V);
-        float m_new = m;
-#pragma unroll
-        for (int k = 0; k < W; k++) m_new = fmaxf(m_new, x[k]);
-        float stretch = 0.0f;
-#pragma unroll
-        for (int k = 0; k < W; k++) stretch += __expf(x[k] - m_new);
-        sum = sum * __expf(m - m_new) + stretch;
-        m = m_new;
-    }
+    classifier_visit<W>(m, sum, z, V, first, stride);
     const float row_max = block_max(m, partial_max);
     const double row_sum = block_sum((double)(sum * __expf(m - row_max)), partial_sum);
     if (threadIdx.x == 0) losses[blockIdx.x] = (float)(log(row_sum) + (double)row_max - (double)z_target);
@@ -159,6 +213,52 @@ classifier_kernel(floatX* logits, float* losses, const int* targets, int V, int 
         classifier_load(x, z, v, V);
 #pragma unroll
         for (int k = 0; k < W; k++) x[k] = __expf(x[k] - row_max) * scale - (v + k == target ? dloss : 0.0f);
+        store_vec(z + v, x);
+    }
+}
+
+/* A block a row. */
+template <int W> static __global__ void __launch_bounds__(CLASSIFIER_MAX_BLOCK)
+classifier_piece_forward_kernel(const floatX* logits, float* losses, float* maxima, double* sums, const int* targets,
+                                LogitsPiece piece)
+{
+    SHARED(float, partial_max, [32]);
+    SHARED(double, partial_sum, [32]);
+    const size_t row = blockIdx.x;
+    const floatX* z = logits + row * piece.stride;
+    float m = -FLT_MAX, sum = 0.0f;
+    classifier_visit<W>(m, sum, z, piece.count, threadIdx.x * W, blockDim.x * W);
+    const float row_max = block_max(m, partial_max);
+    const double row_sum = block_sum((double)(sum * __expf(m - row_max)), partial_sum);
+    if (threadIdx.x != 0) return;
+    const float m_before = piece.first > 0 ? maxima[row] : -FLT_MAX, m_all = fmaxf(row_max, m_before);
+    const double before = piece.first > 0 ? sums[row] * exp((double)m_before - m_all) : 0.0;
+    const double sum_all = before + row_sum * exp((double)row_max - m_all);
+    const int target = targets[row], place = target - piece.first;
+    maxima[row] = m_all;
+    sums[row] = sum_all;
+    float z_target = 0.0f;                           // of this piece or, in losses, of one before
+    if (place >= 0 && place < piece.count) z_target = load_f(z[place]);
+    else if (piece.first > 0 && target >= 0) z_target = losses[row];
+    losses[row] = !piece.last ? z_target : target < 0 ? 0.0f : (float)(log(sum_all) + (double)m_all - (double)z_target);
+}
+
+/* A block a row. */
+template <int W> static __global__ void __launch_bounds__(CLASSIFIER_MAX_BLOCK)
+classifier_piece_backward_kernel(floatX* logits, const float* maxima, const double* sums, const int* targets,
+                                 LogitsPiece piece, float dloss, const double* loss_scale)
+{
+    const size_t row = blockIdx.x;
+    floatX* z = logits + row * piece.stride;
+    const int target = targets[row], place = target - piece.first;
+    if (loss_scale != nullptr) dloss *= (float)*loss_scale;
+    const float m = maxima[row], scale = target < 0 ? 0.0f : (float)((double)dloss / sums[row]);
+    float x[W];
+    for (int v = threadIdx.x * W; v < piece.stride; v += blockDim.x * W) {
+        classifier_load(x, z, v, piece.count);
+#pragma unroll
+        for (int k = 0; k < W; k++)
+            x[k] = __expf(x[k] - m) * scale - (target >= 0 && v + k == place ? dloss : 0.0f);
         store_vec(z + v, x);
     }
 }
@@ -185,6 +285,42 @@ static void classifier(floatX* logits, float* losses, const int* targets, int ro
     else
         LAUNCH((classifier_kernel<1>), rows, classifier_block(VP, 1), 0, stream, logits, losses, targets, V, VP, dloss,
                loss_scale, backward);
+    CUDA_CHECK(cudaGetLastError());
+#endif
+}
+
+/* losses = after the last piece; until then the target's logit. */
+static void classifier_piece_forward(const floatX* logits, float* losses, float* maxima, double* sums,
+                                     const int* targets, int rows, LogitsPiece piece, cudaStream_t stream)
+{
+    ENSURE(1 <= piece.count && piece.count <= piece.stride && piece.stride % 64 == 0,
+           "a piece of %d columns, padded to %d: the padded ones must be a multiple of 64", piece.count, piece.stride);
+    ON_CPU(classifier_piece_forward_cpu(logits, losses, maxima, sums, targets, rows, piece));
+#ifndef DEVICE_CPU
+    if (is_vec(logits, piece.stride))
+        LAUNCH((classifier_piece_forward_kernel<VEC>), rows, classifier_block(piece.stride, VEC), 0, stream, logits,
+               losses, maxima, sums, targets, piece);
+    else
+        LAUNCH((classifier_piece_forward_kernel<1>), rows, classifier_block(piece.stride, 1), 0, stream, logits, losses,
+               maxima, sums, targets, piece);
+    CUDA_CHECK(cudaGetLastError());
+#endif
+}
+
+/* logits = dlogits, from the maxima and sums of all pieces. */
+static void classifier_piece_backward(floatX* logits, const float* maxima, const double* sums, const int* targets,
+                                      int rows, LogitsPiece piece, float dloss, const double* loss_scale,
+                                      cudaStream_t stream)
+{
+    ON_CPU(classifier_piece_backward_cpu(logits, maxima, sums, targets, rows, piece,
+                                         loss_scale ? dloss * (float)*loss_scale : dloss));
+#ifndef DEVICE_CPU
+    if (is_vec(logits, piece.stride))
+        LAUNCH((classifier_piece_backward_kernel<VEC>), rows, classifier_block(piece.stride, VEC), 0, stream, logits,
+               maxima, sums, targets, piece, dloss, loss_scale);
+    else
+        LAUNCH((classifier_piece_backward_kernel<1>), rows, classifier_block(piece.stride, 1), 0, stream, logits,
+               maxima, sums, targets, piece, dloss, loss_scale);
     CUDA_CHECK(cudaGetLastError());
 #endif
 }
@@ -259,6 +395,62 @@ static void classifier_test(OpRun* run)
     op_check(run, logits);
 }
 
+/* The vocabulary in pieces of `width` columns, their logits one piece after another: against the whole. */
+static void classifier_piece_test(OpRun* run)
+{
+    const int rows = run->dims[0], V = run->dims[1], VP = (int)round_up(V, 64), width = run->dims[2];
+    const double scale = 8;
+    const double* loss_scale = (const double*)op_bytes(run, "loss_scale", OpKind::INPUT, &scale, sizeof scale);
+    OpTensor<floatX> logits = op_inout<floatX>(run, "logits", (size_t)rows * VP, 30.0, 4.0);
+    OpInts targets = classifier_test_targets(run, rows, V);
+    OpTensor<float> losses = op_output<float>(run, "losses", rows), maxima = op_output<float>(run, "maxima", rows);
+    OpTensor<double> sums = op_output<double>(run, "sums", rows);
+    const int num_pieces = (int)ceil_div(VP, width);
+    LogitsPiece* pieces = (LogitsPiece*)malloc_checked(num_pieces * sizeof *pieces);
+    for (int p = 0; p < num_pieces; p++) {
+        const int first = p * width, stride = VP - first < width ? VP - first : width;
+        pieces[p] = LogitsPiece{first, V - first < stride ? V - first : stride, stride, p == num_pieces - 1};
+    }
+    auto all_pieces = [&] {
+        for (int p = 0; p < num_pieces; p++)
+            classifier_piece_forward(logits.dev + (size_t)rows * pieces[p].first, losses.dev, maxima.dev, sums.dev,
+                                     targets.dev, rows, pieces[p], 0);
+        for (int p = num_pieces - 1; p >= 0; p--)
+            classifier_piece_backward(logits.dev + (size_t)rows * pieces[p].first, maxima.dev, sums.dev, targets.dev,
+                                      rows, pieces[p], 0.25f, loss_scale, 0);
+    };
+    OP_RUN(run, 3.0 * logits.n * sizeof(floatX), 0, all_pieces());
+    auto reference = [&](auto* z, auto* out_losses, auto* out_maxima, auto* out_sums) {
+        typedef std::remove_reference_t<decltype(*z)> R;
+        R* whole = (R*)malloc_checked(2 * logits.n * sizeof(R));
+        R* slopes = whole + logits.n;
+        auto place = [&](int row, int v) {
+            const LogitsPiece* p = &pieces[v / width];
+            return (size_t)rows * p->first + (size_t)row * p->stride + (v - p->first);
+        };
+        for (int row = 0; row < rows; row++)
+            for (int v = 0; v < VP; v++) whole[(size_t)row * VP + v] = z[place(row, v)];
+        classifier_forward_ref(out_losses, whole, targets.h, rows, V, VP);
+        classifier_backward_ref(slopes, whole, targets.h, rows, V, VP, R(0.25 * scale));
+        for (int row = 0; row < rows; row++) {
+            R m = whole[(size_t)row * VP], sum = 0;
+            for (int v = 1; v < V; v++) m = whole[(size_t)row * VP + v] > m ? whole[(size_t)row * VP + v] : m;
+            for (int v = 0; v < V; v++) sum += std::exp(whole[(size_t)row * VP + v] - m);
+            out_maxima[row] = m;
+            out_sums[row] = sum;
+            for (int v = 0; v < VP; v++) z[place(row, v)] = slopes[(size_t)row * VP + v];
+        }
+        free(whole);
+    };
+    reference(logits.f64, losses.f64, maxima.f64, sums.f64);
+    reference(logits.f32, losses.f32, maxima.f32, sums.f32);
+    op_check_step(run, losses, 1.0);
+    op_check_step(run, maxima, 1.0);
+    op_check_step(run, sums, 1.0);
+    op_check(run, logits);
+    free(pieces);
+}
+
 static void classifier_slope_test(OpRun* run)
 {
     const int rows = run->dims[0], V = run->dims[1], VP = (int)round_up(V, 64);
@@ -284,6 +476,10 @@ static const OpTest classifier_tests[] = {
     {"classifier", classifier_test, {2, 50257}, OpWhen::ALWAYS},
     {"classifier", classifier_test, {128, 50257}, OpWhen::LARGE},
     {"classifier", classifier_test, {16, 128256}, OpWhen::LARGE},
+    {"classifier_piece", classifier_piece_test, {5, 50, 64}, OpWhen::ALWAYS},
+    {"classifier_piece", classifier_piece_test, {7, 1000, 192}, OpWhen::ALWAYS},
+    {"classifier_piece", classifier_piece_test, {3, 257, 64}, OpWhen::ALWAYS},
+    {"classifier_piece", classifier_piece_test, {33, 50257, 16768}, OpWhen::LARGE},
     {"classifier_slope", classifier_slope_test, {3, 64}, OpWhen::ALWAYS},
     {"classifier_slope", classifier_slope_test, {5, 128}, OpWhen::ALWAYS},
     {"classifier_forward", classifier_forward_test, {1024, 50257}, OpWhen::BENCH},

@@ -1,5 +1,6 @@
 /* embedding.cuh: token rows plus position rows, and the way back. Without positions wpe and dwpe are null.
- *   out[b,t] = wte[tokens[b,t]] + wpe[t]      embedding_at_forward: out[n] = wte[tokens[n]] + wpe[positions[n]]
+ *   out[b,t] = wte[tokens[b,t]] + wpe[t]      embedding_rows: out[n] = wte[tokens[n]] + wpe[positions[n]]
+ *   of wte there may be some rows only: a range of tokens. Rows of out whose token is not among them stay as they are
  *   dwte[v] += sum of dout[b,t] over the places where tokens[b,t] == v       dwpe[t] += sum_b(dout[b,t])
  * shapes  out dout (B,T,C) floatX; tokens (B,T) int; wte (V,C) wpe (T,C) floatX; dwte (V,C) dwpe (T,C) fp32
  * writes  forward out =; backward dwte +=, dwpe +=
@@ -9,18 +10,25 @@
  *         tokens per distinct token, which grows with the square of B*T
  * source  llm.c sorts tokens into buckets on the host; here the first place of a token does the work for all of them */
 #pragma once
+#include <climits>
 #include "vec.cuh"
+
+/* The tokens that the first row of a piece of wte and those after it stand for. */
+typedef struct { int first, count; } TokenRange;
+static const TokenRange ALL_TOKENS = {0, INT_MAX};
 
 #ifdef DEVICE_CPU
 #include <omp.h>
 
 static void embedding_forward_cpu(floatX* out, const int* tokens, const int* positions, const floatX* wte,
-                                  const floatX* wpe, int N, int T, int C)
+                                  const floatX* wpe, TokenRange range, int N, int T, int C)
 {
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
+        const int place = tokens[n] - range.first;
+        if (place < 0 || place >= range.count) continue;
         floatX* row = out + (size_t)n * C;
-        const floatX* token_row = wte + (size_t)tokens[n] * C;
+        const floatX* token_row = wte + (size_t)place * C;
         if (wpe == nullptr) {
             memcpy(row, token_row, (size_t)C * sizeof(floatX));
             continue;
@@ -32,7 +40,8 @@ static void embedding_forward_cpu(floatX* out, const int* tokens, const int* pos
 }
 
 /* Rows collide, columns do not: each thread takes a range of columns, whole cache lines of them, through all rows. */
-static void embedding_backward_cpu(float* dwte, float* dwpe, const floatX* dout, const int* tokens, int B, int T, int C)
+static void embedding_backward_cpu(float* dwte, float* dwpe, const floatX* dout, const int* tokens, TokenRange range,
+                                   int B, int T, int C)
 {
     #pragma omp parallel
     {
@@ -42,7 +51,9 @@ static void embedding_backward_cpu(float* dwte, float* dwpe, const floatX* dout,
         for (int t = 0; t < T; t++) {
             for (int b = 0; b < B; b++) {
                 const size_t n = (size_t)b * T + t;
-                float* token_row = dwte + (size_t)tokens[n] * C;
+                const int place = tokens[n] - range.first;
+                if (place < 0 || place >= range.count) continue;
+                float* token_row = dwte + (size_t)place * C;
                 #pragma omp simd
                 for (int c = first; c < end; c++) token_row[c] += load_f(dout[n * C + c]);
                 if (dwpe == nullptr) continue;
@@ -63,13 +74,15 @@ static constexpr int EMBEDDING_CHUNK = EMBEDDING_BLOCK * EMBEDDING_LOOKS;
 /* A block a row. */
 template <int W> static __global__ void __launch_bounds__(EMBEDDING_BLOCK)
 embedding_forward_kernel(floatX* out, const int* tokens, const int* positions, const floatX* wte, const floatX* wpe,
-                         int T, int C)
+                         TokenRange range, int T, int C)
 {
-    const size_t n = blockIdx.x, token = (size_t)tokens[n];
+    const size_t n = blockIdx.x;
+    const int place = tokens[n] - range.first;
+    if (place < 0 || place >= range.count) return;
     const size_t t = positions != nullptr ? (size_t)positions[n] : n % (size_t)T;
     for (int c = threadIdx.x * W; c < C; c += blockDim.x * W) {
         float x[W], position[W] = {};
-        load_vec(x, wte + token * C + c);
+        load_vec(x, wte + (size_t)place * C + c);
         if (wpe != nullptr) load_vec(position, wpe + t * C + c);
 #pragma unroll
         for (int k = 0; k < W; k++) x[k] += position[k];
@@ -100,11 +113,13 @@ embedding_backward_wpe_kernel(float* dwpe, const floatX* dout, int B, int T, int
  * its own: it lists the token's places from n on, a chunk at a time and in order, and adds their rows in registers.
  * blockIdx.y is the range of columns. */
 template <int W> static __global__ void __launch_bounds__(EMBEDDING_BLOCK)
-embedding_backward_wte_kernel(float* dwte, const floatX* dout, const int* tokens, int N, int C)
+embedding_backward_wte_kernel(float* dwte, const floatX* dout, const int* tokens, TokenRange range, int N, int C)
 {
     SHARED(unsigned, matches, [EMBEDDING_LOOKS * EMBEDDING_WARPS]);
     SHARED(int, places, [EMBEDDING_CHUNK]);
     const int n = blockIdx.x, token = tokens[n], lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row = token - range.first;
+    if (row < 0 || row >= range.count) return;
     for (int end = n; end > 0; end -= EMBEDDING_CHUNK) {
         bool found = false;
         for (int look = 0; look < EMBEDDING_LOOKS; look++) {
@@ -141,10 +156,10 @@ embedding_backward_wte_kernel(float* dwte, const floatX* dout, const int* tokens
         }
     }
     if (c >= C) return;
-    load_vec(x, dwte + (size_t)token * C + c);
+    load_vec(x, dwte + (size_t)row * C + c);
 #pragma unroll
     for (int k = 0; k < W; k++) x[k] += sum[k];
-    store_vec(dwte + (size_t)token * C + c, x);
+    store_vec(dwte + (size_t)row * C + c, x);
 }
 
 static unsigned embedding_block(int C, int width)
@@ -154,13 +169,14 @@ static unsigned embedding_block(int C, int width)
 }
 
 template <int W> static void embedding_backward_launch(float* dwte, float* dwpe, const floatX* dout, const int* tokens,
-                                                       int B, int T, int C, cudaStream_t stream)
+                                                       TokenRange range, int B, int T, int C, cudaStream_t stream)
 {
     if (dwpe != nullptr)
         LAUNCH((embedding_backward_wpe_kernel<W>), T, embedding_block(C, W), 0, stream, dwpe, dout, B, T, C);
     CUDA_CHECK(cudaGetLastError());
     const dim3 grid(B * T, (unsigned)ceil_div(C, EMBEDDING_BLOCK * W));
-    LAUNCH((embedding_backward_wte_kernel<W>), grid, EMBEDDING_BLOCK, 0, stream, dwte, dout, tokens, B * T, C);
+    LAUNCH((embedding_backward_wte_kernel<W>), grid, EMBEDDING_BLOCK, 0, stream, dwte, dout, tokens, range, B * T,
+           C);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -168,16 +184,16 @@ template <int W> static void embedding_backward_launch(float* dwte, float* dwpe,
 
 /* positions null: row n stands at n % T. */
 static void embedding_rows(floatX* out, const int* tokens, const int* positions, const floatX* wte, const floatX* wpe,
-                           int N, int T, int C, cudaStream_t stream)
+                           TokenRange range, int N, int T, int C, cudaStream_t stream)
 {
-    ON_CPU(embedding_forward_cpu(out, tokens, positions, wte, wpe, N, T, C));
+    ON_CPU(embedding_forward_cpu(out, tokens, positions, wte, wpe, range, N, T, C));
 #ifndef DEVICE_CPU
     if (is_vec(out, C) && is_vec(wte, C) && is_vec(wpe, C))
         LAUNCH((embedding_forward_kernel<VEC>), N, embedding_block(C, VEC), 0, stream, out, tokens, positions, wte, wpe,
-               T, C);
+               range, T, C);
     else
         LAUNCH((embedding_forward_kernel<1>), N, embedding_block(C, 1), 0, stream, out, tokens, positions, wte, wpe,
-               T, C);
+               range, T, C);
     CUDA_CHECK(cudaGetLastError());
 #endif
 }
@@ -185,24 +201,18 @@ static void embedding_rows(floatX* out, const int* tokens, const int* positions,
 static void embedding_forward(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe, int B, int T, int C,
                               cudaStream_t stream)
 {
-    embedding_rows(out, tokens, nullptr, wte, wpe, B * T, T, C, stream);
-}
-
-static void embedding_at_forward(floatX* out, const int* tokens, const int* positions, const floatX* wte,
-                                 const floatX* wpe, int N, int C, cudaStream_t stream)
-{
-    embedding_rows(out, tokens, positions, wte, wpe, N, 1, C, stream);
+    embedding_rows(out, tokens, nullptr, wte, wpe, ALL_TOKENS, B * T, T, C, stream);
 }
 
 static void embedding_backward(float* dwte, float* dwpe, const floatX* dout, const int* tokens, int B, int T, int C,
-                               cudaStream_t stream)
+                               cudaStream_t stream, TokenRange range = ALL_TOKENS)
 {
-    ON_CPU(embedding_backward_cpu(dwte, dwpe, dout, tokens, B, T, C));
+    ON_CPU(embedding_backward_cpu(dwte, dwpe, dout, tokens, range, B, T, C));
 #ifndef DEVICE_CPU
     if (is_vec(dwte, C) && is_vec(dwpe, C) && is_vec(dout, C))
-        embedding_backward_launch<4>(dwte, dwpe, dout, tokens, B, T, C, stream);
+        embedding_backward_launch<4>(dwte, dwpe, dout, tokens, range, B, T, C, stream);
     else
-        embedding_backward_launch<1>(dwte, dwpe, dout, tokens, B, T, C, stream);
+        embedding_backward_launch<1>(dwte, dwpe, dout, tokens, range, B, T, C, stream);
 #endif
 }
 
@@ -254,14 +264,14 @@ static void embedding_at_test(OpRun* run)
     OpTensor<floatX> wte = op_grid<floatX>(run, "wte", OpKind::INPUT, (size_t)5 * C);
     OpTensor<floatX> wpe = op_grid<floatX>(run, "wpe", OpKind::INPUT, (size_t)N * C);
     OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)N * C);
-    OP_RUN(run, 0, 0, embedding_at_forward(out.dev, tokens.dev, positions.dev, wte.dev, wpe.dev, N, C, 0));
+    OP_RUN(run, 0, 0, embedding_rows(out.dev, tokens.dev, positions.dev, wte.dev, wpe.dev, ALL_TOKENS, N, 1, C, 0));
     for (int n = 0; n < N; n++)
         for (int c = 0; c < C; c++)
             out.f64[n * C + c] = wte.f64[tokens.h[n] * C + c] + wpe.f64[(N - 1 - n) * C + c];
     op_check_exact(run, out);
 }
 
-/* LLaMA's: no positions. */
+/* LLaMA's: no positions, and wte in two pieces. */
 static void embedding_rows_test(OpRun* run)
 {
     const int B = run->dims[0], T = run->dims[1], C = run->dims[2], V = run->dims[3];
@@ -273,9 +283,13 @@ static void embedding_rows_test(OpRun* run)
     OpTensor<float> dwte = op_grid<float>(run, "dwte", OpKind::INOUT, (size_t)V * C);
     const floatX* no_wpe = nullptr;
     float* no_dwpe = nullptr;
+    const TokenRange pieces[] = {{0, V / 3}, {V / 3, V - V / 3}};    // wte in two pieces
+    const size_t second = (size_t)pieces[1].first * C;
     OP_RUN(run, 0, 0,
-           (embedding_forward(out.dev, tokens.dev, wte.dev, no_wpe, B, T, C, 0),
-            embedding_backward(dwte.dev, no_dwpe, dout.dev, tokens.dev, B, T, C, 0)));
+           (embedding_rows(out.dev, tokens.dev, nullptr, wte.dev, no_wpe, pieces[0], N, T, C, 0),
+            embedding_rows(out.dev, tokens.dev, nullptr, wte.dev + second, no_wpe, pieces[1], N, T, C, 0),
+            embedding_backward(dwte.dev, no_dwpe, dout.dev, tokens.dev, B, T, C, 0, pieces[0]),
+            embedding_backward(dwte.dev + second, no_dwpe, dout.dev, tokens.dev, B, T, C, 0, pieces[1])));
     embedding_forward_ref<double>(out.f64, tokens.h, wte.f64, nullptr, B, T, C);
     embedding_backward_ref<double>(dwte.f64, nullptr, dout.f64, tokens.h, B, T, C);
     op_check_exact(run, out);

@@ -83,7 +83,7 @@ HOSTDEV double schedule_lr(const StepConfig& config, unsigned long long num_appl
 // ---- the state of a step
 
 /* The sums over all ranks that a step is decided by; an array of NUM_STEP_SUMS double. */
-enum StepSum { SUM_SQUARES, NUM_NONFINITE, NUM_TOKS, SUM_LOSSES, NUM_STEP_SUMS };
+enum StepSum { SUM_SQUARES, NUM_NONFINITE, NUM_TOKS, SUM_LOSSES, ASKED_TO_SAVE, ASKED_TO_END, NUM_STEP_SUMS };
 
 enum class Skip { NONE, NONFINITE, NO_TOKS };
 
@@ -101,6 +101,7 @@ struct StepState {
     int num_good_steps, hysteresis_left;             // see loss_scale_update
     Skip skip;                                       // this step's; the optimizer does nothing unless NONE
     bool loss_scale_exhausted;                       // overflow at the smallest loss scale: the run must stop
+    bool asked_to_save, asked_to_end;                // by a signal to some rank
 };
 
 static StepState step_state_init(const StepConfig& config, double loss_scale)
@@ -136,6 +137,8 @@ HOSTDEV void step_state_advance(StepState* state, const double* sums, const Step
 {
     const bool overflow = sums[NUM_NONFINITE] > 0.0, empty = sums[NUM_TOKS] == 0.0;
     state->num_steps++;
+    state->asked_to_save = sums[ASKED_TO_SAVE] > 0.0;
+    state->asked_to_end = sums[ASKED_TO_END] > 0.0;
     state->num_toks = sums[NUM_TOKS];
     state->used_loss_scale = state->loss_scale;
     state->loss = sums[SUM_LOSSES] / sums[NUM_TOKS];

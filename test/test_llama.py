@@ -4,12 +4,14 @@ Losses and logits agree to 2e-5 relative, and each tensor's gradient g to 2e-5 |
 transformers itself is installed, folders go both ways.
 """
 import json
+import subprocess
+import time
 
 import init
 import numpy as np
 import pytest
-from util import (ROOT, built_devices, llama_config, model_write, moments, safetensors_read, shard_write, train_gpt,
-                  weights)
+from util import (ROOT, built_devices, command, environment, llama_config, model_write, moments, safetensors_read,
+                  shard_write, train_gpt, weights)
 
 GOLDEN = ROOT / "test" / "golden"
 ABOUT = json.loads((GOLDEN / "families.json").read_text())
@@ -263,6 +265,32 @@ def test_past_the_context(tmp_path):
     assert [len(line["ids"]) for line in lines] == [64, 64]
     short = continue_prompts(model, tmp_path, [{"ids": [3]}], "-t", 65)[0]["ids"]
     assert lines[1]["ids"][:32] == short[:32]
+
+
+@pytest.mark.parametrize("stage,ranks", [(0, 1), (1, 3)])
+def test_prompts_of_stdin(tmp_path, stage, ranks):
+    """Whoever types sees an answer before the next line, and may take longer than --timeout for it; so may a text take.
+    Ranks that have nothing to do wait as long."""
+    model = golden_model(tmp_path / "model", "gqa")
+    flags = ["-m", model, "--prompts", "-", "--temperature", 0, "-z", stage, "-b", 3, "--timeout", 2]
+    process = subprocess.Popen(command(flags, ranks, "cpu"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                               stderr=subprocess.PIPE, env=environment(OMP_NUM_THREADS="1"), cwd=ROOT)
+
+    def ask(**request):
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+
+    ask(ids=TEXT["prompts"][0], max_tokens=64)
+    assert json.loads(process.stdout.readline())["ids"] == TEXT["texts"]["gqa"][0]
+    time.sleep(3.5)
+    ask(ids=TEXT["prompts"][1], max_tokens=30000)
+    ask(ids=TEXT["prompts"][2], max_tokens=64)
+    process.stdin.close()
+    lines = {line["index"]: line for line in map(json.loads, process.stdout)}
+    assert process.wait(timeout=60) == 0, process.stderr.read()
+    assert lines[2]["ids"] == TEXT["texts"]["gqa"][2] and len(lines[1]["ids"]) == 30000
+    assert lines[1]["ids"][:64] == TEXT["texts"]["gqa"][1]
+    assert 30000 / lines[1]["tok_per_s"] > 2, "too short to show anything"
 
 
 # ---- transformers itself, where it is installed ---------------------------------------------------------------------

@@ -5,7 +5,6 @@ The reference is one rank at stage 0. CI runs a pairwise subset of the product, 
 import itertools
 import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import subprocess
 import init
 import numpy as np
 import pytest
-from util import (FULL, ROOT, built_devices, command, environment, gpt2_config, safetensors_read, shard_write,
+from util import (FULL, ROOT, built_devices, command, environment, gpt2_config, ranks_of, safetensors_read, shard_write,
                   train_gpt)
 
 CONFIG = gpt2_config(97, 24, 16, L=5, NH=3)
@@ -115,9 +114,14 @@ def test_stages(tmp_path, device, one_rank, stage, ranks, overlap, bucket):
                     "--reduce-bucket", bucket, "--gather-bucket", bucket, ranks=ranks, device=device,
                     out=tmp_path / "run")
     assert_close(run, one_rank(ranks))
+    assert_bytes_as_planned(run, ranks, steps)
+
+
+def assert_bytes_as_planned(run, ranks, steps):
+    if ranks == 1:
+        return
     sent, asked, in_steps, per_step = map(int, re.search(
-        r"sent\s+(\d+) bytes by rank 0, asked for (\d+); (\d+) in steps, (\d+) a step as planned", run.out).groups()) \
-        if ranks > 1 else (0, 0, 0, 0)
+        r"sent\s+(\d+) bytes by rank 0, asked for (\d+); (\d+) in steps, (\d+) a step as planned", run.out).groups())
     assert sent == asked and in_steps == steps * per_step
 
 
@@ -337,6 +341,51 @@ def test_recompute_on_a_device(tmp_path, precision, level):
     assert_bits(train_gpt(*args, "-r", level, ranks=2, **HALF, out=tmp_path / "run", EMU_SEED="3"), reference)
 
 
+# A vocabulary of several times a block: wte and head go through the ring in pieces at stage 3.
+WIDE = LLAMA | {"vocab_size": 1000}
+
+
+def wide_data(folder, steps):
+    for split, count, seed in (("train", 9000, 3), ("val", 300, 4)):
+        shard_write(folder / "data" / f"{split}_000000.bin", init.tokens(count, 1000, seed), 1000)
+    return [*model(folder, WIDE), "-d", folder / "data", "-l", 1e-3, "--warmup", 4, "--sample-tokens", 0, "-n", steps]
+
+
+@pytest.mark.parametrize("ranks,bucket,overlap", [(1, 0, 1), (2, 0, 1), (3, 9000, 1), (5, 0, 0), (7, 30000, 1)])
+def test_wide_vocabulary(tmp_path, device, ranks, bucket, overlap):
+    """As one rank at stage 0 at every stage, bytes as planned; at stage 3 no rank holds wte or head whole."""
+    steps = 8 if device == "cpu" else 2
+    one = train_gpt(*wide_data(tmp_path, steps), "-b", ranks, "-g", 3, device=device, out=tmp_path / "one")
+    for stage in [1, 2, 3] if device == "cpu" or FULL else [3]:
+        run = train_gpt(*wide_data(tmp_path, steps), *batch(ranks), "-z", stage, "--overlap", overlap,
+                        "--reduce-bucket", bucket, "--gather-bucket", bucket, ranks=ranks, device=device,
+                        out=tmp_path / f"stage{stage}")
+        assert_close(run, one)
+        assert run.log[-1]["val_loss"] == pytest.approx(one.log[-1]["val_loss"], rel=1e-6)
+        assert_bytes_as_planned(run, ranks, steps)
+        whole = plan_rows(run.out)["parameters kept whole" if stage == 3 else "parameters"]
+    assert whole == 0                                                # the final norm, less than a twentieth of a MiB
+
+
+def test_wide_modes(tmp_path, device):
+    """Saved in pieces, a file like any other: resumed, evaluated, exported and continued as text at stages 3 and 0."""
+    args = wide_data(tmp_path, 6)
+    whole = train_gpt(*args, *batch(2), "-z", 3, "--save-every", 4, ranks=2, device=device, out=tmp_path / "whole")
+    saved = whole.checkpoint(4)
+    again = train_gpt("--resume", saved, *args[3:], *batch(2), "-z", 3, ranks=2, device=device, out=tmp_path / "again")
+    assert_bits(again, whole, first=4)
+    other = train_gpt("--resume", saved, *args[3:], "-b", 2, "-g", 3, device=device, out=tmp_path / "other")
+    assert_close(other, whole, first=4)
+    train_gpt("--export", tmp_path / "export", "-m", saved, "-z", 3, ranks=2, device=device)
+    assert (tmp_path / "export" / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+    ask = tmp_path / "ask.jsonl"
+    ask.write_text("".join(json.dumps({"ids": list(range(i, i + 5)), "max_tokens": 4}) + "\n" for i in range(3)))
+    said = [train_gpt("--prompts", ask, "-m", saved, "-z", stage, "-b", 2, "--temperature", 0, ranks=ranks,
+                      device=device).out for stage, ranks in ((0, 1), (3, 2))]
+    texts = [[json.loads(line)["ids"] for line in out.splitlines() if line.startswith("{")] for out in said]
+    assert len(texts[0]) == 3 and texts[0] == texts[1]
+
+
 def test_llama_at_stage_3(tmp_path, device):
     one = train_gpt(*start(tmp_path, LLAMA, 8), "-b", 3, "-g", 3, device=device, out=tmp_path / "one")
     three = train_gpt(*start(tmp_path, LLAMA, 8), *batch(3), "-z", 3, ranks=3, device=device, out=tmp_path / "three")
@@ -378,17 +427,20 @@ def test_plans_of_the_readme():
                     8192, device="emu").out
     rows, mib, R, T, L, V, C, F = plan_rows(out), 2**20, 8, 8192, 32, 128256, 4096, 14336
     QKV = C + 2 * 1024
-    block, ends = C * QKV + C * C + 3 * C * F + 2 * C, 2 * V * C + C
-    psi = L * block + ends
+    block = C * QKV + C * C + 3 * C * F + 2 * C
+    psi = L * block + 2 * V * C + C
     assert f"{psi / 1e6:.2f}M parameters" in out
     kept = T * (2 * (L * (4 * C + QKV + C + 3 * F) + 3 * C) + 4 * (L * (2 + 32) + 2))   # 16-bit values, then fp32
-    by_hand = {"parameters kept whole": 2 * ends, "parameters, slice": 2 * L * block / R,
-               "parameters, ring of whole units": 2 * 2 * block, "master weights": 4 * psi / R,
-               "gradients, ring of whole units": 2 * 4 * block, "gradients, embeddings and head": 4 * ends,
+    by_hand = {"parameters, slice": 2 * psi / R, "parameters, ring of whole units": 2 * 2 * block,
+               "master weights": 4 * psi / R, "gradients, ring of whole units": 2 * 4 * block,
                "gradients, slice": 4 * psi / R, "optimizer states": 8 * psi / R, "activations": kept}
     for label, size_bytes in by_hand.items():
         assert rows[label] == pytest.approx(size_bytes / mib, rel=1e-3), label
+    for label in "parameters kept whole", "gradients, embeddings and head":      # the final norm
+        assert rows[label] < 0.1
     assert re.search(r"^fits ", out, re.M)
+    shown = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("  -z 3 -r ")]
+    assert len(shown) == 5 and shown == [line for line in out.splitlines() if line.startswith("  -z 3 -r ")]
     out = train_gpt("--plan", "-m", "gpt2-xl", "-p", "bf16", "--gpu", "l4", "-b", 1, "-t", 1024, device="emu").out
     rows, psi = plan_rows(out), 48 * (12 * 1600**2 + 13 * 1600) + (50257 + 1024) * 1600 + 2 * 1600
     states = sum(rows[k] for k in ("parameters", "master weights", "gradients", "optimizer states"))
@@ -455,21 +507,6 @@ def test_64_ranks(tmp_path):
     many = train_gpt(*start(tmp_path, config, 3), *batch(64, 1), "-z", 3, ranks=64, out=tmp_path / "many",
                      OMP_NUM_THREADS="1")
     assert_close(many, one)
-
-
-def ranks_of(launcher):
-    """{rank: process id} of the programs that this mpirun has started."""
-    found = {}
-    for entry in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            if int(fields[1]) == launcher and "train_gpt" in (entry / "comm").read_text():
-                environ = (entry / "environ").read_bytes().split(b"\0")
-                rank = next(v for v in environ if v.startswith(b"OMPI_COMM_WORLD_RANK="))
-                found[int(rank.split(b"=")[1])] = int(entry.name)
-        except (OSError, StopIteration):
-            continue
-    return found
 
 
 @pytest.mark.parametrize("name,words", [("SIGKILL", "ended by SIGTERM"), ("SIGSTOP", "waits longer than --timeout")])

@@ -99,8 +99,25 @@ def train_gpt(*args, ranks=1, device="cpu", out=None, ok=True, timeout=300, wrap
     return run
 
 
+def ranks_of(launcher):
+    """{rank: process id} of the programs that this mpirun has started."""
+    found = {}
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            if int(fields[1]) == launcher and "train_gpt" in (entry / "comm").read_text():
+                environ = (entry / "environ").read_bytes().split(b"\0")
+                rank = next(v for v in environ if v.startswith(b"OMPI_COMM_WORLD_RANK="))
+                found[int(rank.split(b"=")[1])] = int(entry.name)
+        except (OSError, StopIteration):
+            continue
+    return found
+
+
 # ---- safetensors: 8 bytes of header length, a JSON header, the tensors one after another --------------------------
-DTYPES = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "I64": np.int64, "U64": np.uint64, "U8": np.uint8}
+# NumPy has no bf16: those are their 16 bits.
+DTYPES = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "BF16": np.uint16,
+          "I64": np.int64, "U64": np.uint64, "U8": np.uint8}
 
 
 def safetensors_write(path, tensors, metadata=None):

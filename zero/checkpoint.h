@@ -20,6 +20,7 @@ typedef struct RunState {
     unsigned long long seed;
     size_t seq_len, global_batch;
     bool fp32_weights, fp32_moments;    // were kept to the last bit: in other storage they are rounded
+    bool val_due;                       // the validation after this step was cut short
 } RunState;
 
 // ------------------------------------------------------------------------------------------------- device <-> file
@@ -84,14 +85,12 @@ static SafeTensors* plan_moments(const Shard* s, const char* path)
     size_t count = (size_t)s->num_tensors * 2;
     SafeTensor* list = (SafeTensor*)malloc_checked(count * sizeof *list);
     char (*names)[80] = (char (*)[80])malloc_checked(count * 80);
-    for (size_t i = 0; i < count; i++) {
-        const Tensor* t = &s->tensors[i / 2];
-        snprintf(names[i], 80, "%s%s", t->name, optimizer_suffixes[i % 2]);
-        list[i] = SafeTensor{};
-        list[i].name = names[i];
-        list[i].dtype = SafeDtype::F32;
-        list[i].num_dims = t->num_dims;
-        for (int d = 0; d < t->num_dims; d++) list[i].dims[d] = t->shape[d];
+    count = 0;
+    for (const Tensor* t = s->tensors; t < s->tensors + s->num_tensors; t++) {
+        for (int k = 0; k < 2 && tensor_is_first_piece(t); k++, count++) {
+            snprintf(names[count], 80, "%s%s", t->name, optimizer_suffixes[k]);
+            list[count] = tensor_in_file(t, names[count], SafeDtype::F32);
+        }
     }
     SafeTensors* files = safetensors_plan(path, list, count, MAX_FILE_BYTES);
     free(list);
@@ -113,8 +112,8 @@ static void write_moments(Zero* z, const char* path)
         if (part.count == 0) continue;
         char name[80];
         snprintf(name, sizeof name, "%s%s", t->name, optimizer_suffixes[i % 2]);
-        file_from_device(files, safetensors_get(files, name), part.first - t->first, z, moment_kinds[i % 2], t->unit,
-                         part.first, part.count);
+        file_from_device(files, safetensors_get(files, name), tensor_file_place(t, part.first), z, moment_kinds[i % 2],
+                         t->unit, part.first, part.count);
     }
     safetensors_sync(files);
     safetensors_close(files);
@@ -137,6 +136,7 @@ static void run_state_write(const RunState* s, const Zero* z, const char* path)
     json_add_int(j, "seed", (long long)s->seed);
     json_add_int(j, "seq_len", (long long)s->seq_len);
     json_add_int(j, "global_batch", (long long)s->global_batch);
+    if (s->val_due) json_add_bool(j, "val_due", true);
     json_add_int(j, "num_ranks", z->comm->num_ranks);
     json_add_int(j, "zero_stage", z->stage);
     json_add_string(j, "precision", FLOATX_NAME);
@@ -202,6 +202,7 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
     state.global_batch = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);
     state.fp32_weights = strcmp(json_string_or(j, "master", "fp32", path), "bf16") != 0;
     state.fp32_moments = strcmp(json_string_or(j, "moments", "fp32", path), "fp32") == 0;
+    state.val_due = json_bool_or(j, "val_due", false, path);
     cJSON_Delete(j);
 
     const Shard* s = z->shard;
@@ -216,7 +217,8 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
             snprintf(name, sizeof name, "%s%s", t->name, optimizer_suffixes[k]);
             const SafeTensor* st = safetensors_get(files, name);
             ensure_shape(files, st, t);
-            device_from_file(z, moment_kinds[k], t->unit, part.first, part.count, files, st, part.first - t->first);
+            device_from_file(z, moment_kinds[k], t->unit, part.first, part.count, files, st,
+                             tensor_file_place(t, part.first));
         }
     }
     safetensors_close(files);

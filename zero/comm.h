@@ -150,6 +150,21 @@ static void comm_barrier(const Comm* c)
     watch_move(c->watch, "what follows a barrier", 0);
 }
 
+/* This rank waits for work, or for the rank that has all of it: no --timeout for that. */
+static void comm_idle(const Comm* c, bool idle)
+{
+    if (c->watch == nullptr) return;
+    watch_move(c->watch, "what follows a wait for work", 0);
+    c->watch->idle = idle;
+}
+
+static void comm_barrier_idle(const Comm* c)
+{
+    comm_idle(c, true);
+    comm_barrier(c);
+    comm_idle(c, false);
+}
+
 static void comm_broadcast_host(const Comm* c, void* data, size_t size_bytes)
 {
     if (c->num_ranks == 1) return;

@@ -12,7 +12,10 @@
  *
  * Since each unit's size is a multiple of R, what one rank owns of all units is packed at unit.first / R: no table
  * needed. Padding is 0 from the start to the end: its gradient is never written, it is never in a norm, never in a
- * file. */
+ * file.
+ *
+ * A tensor too large for one unit is a row of pieces, each a Tensor of its own with the name of the whole, some of its
+ * rows and a unit to itself. The model cuts so that no unit but the last has padding: whole, they are one matrix. */
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -27,6 +30,7 @@ typedef struct Tensor {
     int num_dims;           // 1 or 2
     size_t shape[2];        // as in the HF file; shape[1] = 1 for one axis
     size_t padded_rows;     // >= shape[0]: rows past shape[0] are always 0 and never leave the program
+    size_t file_rows, file_first_row;   // of a piece: rows of the whole, and which of them is the piece's first
     int unit;
     double init_std;        // > 0: N(0, init_std); 0: every element is init_value
     double init_value;
@@ -50,6 +54,15 @@ typedef struct Shard {
 } Shard;
 
 static inline size_t tensor_elems(const Tensor* t) { return t->shape[0] * t->shape[1]; }
+
+/* A tensor that is not cut is its first piece. */
+static inline bool tensor_is_first_piece(const Tensor* t) { return t->file_first_row == 0; }
+
+/* The place of element `flat` of the flat space in the whole tensor, as the file has it. */
+static inline size_t tensor_file_place(const Tensor* t, size_t flat)
+{
+    return t->file_first_row * t->shape[1] + (flat - t->first);
+}
 
 /* Places `tensors` (sorted by unit, units numbered from 0 without a gap) for R ranks. Takes the array over. */
 static void shard_build(Shard* s, Tensor* tensors, int num_tensors, int num_ranks)

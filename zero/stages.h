@@ -6,7 +6,8 @@
  *            head, which the classifier and the lookup both add to) keep theirs whole and are reduced at the boundary.
  *   stage 3  parameters sliced too: a unit's whole parameters live in one of two ring buffers while its forward or
  *            backward runs, and the next one's are gathered meanwhile. What is still in the ring is not gathered again.
- *            Resident units, and those below `persist_below`, keep theirs whole and are gathered after the step.
+ *            Resident units, and those below `persist_below`, keep theirs whole and are gathered after the step. The
+ *            model says which units are resident: at stage 3 not those of a large untied vocabulary (passes.cuh).
  * Rank r updates slice r of every unit (shard.h). The printed norm is summed by slices at every stage, so that it has
  * the same bits at all stages. Rajbhandari et al. 2020, arXiv:1910.02054.
  *
@@ -21,6 +22,7 @@
 #include "buckets.h"
 #include "comm.h"
 #include "plan.h"
+#include "signals.h"
 
 typedef struct { float beta1, beta2, eps, weight_decay; } AdamwConfig;
 
@@ -322,14 +324,14 @@ static void ring_gather(Zero* z, int b)
     bucket_gather(z, b);
 }
 
-/* The bucket that is used after that of `visit`, if it goes through the other ring buffer; else -1. */
+/* The ring bucket that is used after that of `visit`, if it goes through the other buffer; else -1. */
 static int next_ring_bucket(const Zero* z, int visit)
 {
     const Buckets* buckets = &z->param_buckets;
     int b = buckets->of_unit[z->visits[visit]];
     for (int i = visit + 1; i < z->num_visits; i++) {
         int next = buckets->of_unit[z->visits[i]];
-        if (next != b) return buckets->slot[next] != buckets->slot[b] ? next : -1;
+        if (next != b && bucket_in_ring(buckets, next)) return buckets->slot[next] != buckets->slot[b] ? next : -1;
     }
     return -1;
 }
@@ -490,6 +492,14 @@ static void unit_update(Zero* z, int u, AdamwConfig adamw)
                           zero_state(z, STATE_M, u, owned.first), zero_state(z, STATE_V, u, owned.first),
                           zero_reduced_grad(z, u, owned.first)};
     adamw_update_runs(arrays, &runs, adamw.beta1, adamw.beta2, adamw.eps, z->seed, z->state, z->compute);
+}
+
+/* Before the boundary: has this rank been asked to save, or to end? All ranks learn it from the step's sums. */
+static void zero_step_ask(Zero* z, Ask ask)
+{
+    if (ask == Ask::NONE) return;
+    double* sum = z->step_sums + (ask == Ask::END ? ASKED_TO_END : ASKED_TO_SAVE);
+    CUDA_CHECK(cudaMemsetAsync(sum, 0x3f, sizeof *sum, z->compute));     // 0x3f3f3f3f3f3f3f3f is a positive number
 }
 
 /* The boundary: norm, clip, optimizer on what this rank owns, parameters gathered. Order of SEMANTICS: reduce, overflow

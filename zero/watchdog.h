@@ -14,7 +14,7 @@
 typedef struct alignas(64) Beat {
     volatile double alive_s, moved_s;   // when the thread and when the main thread last did something; monotonic clock
     volatile unsigned long long num_collectives;
-    volatile int rank;
+    volatile int rank, pid;
     volatile bool has_spoken;           // it has said why the run ends: the others need not
 } Beat;
 
@@ -24,6 +24,7 @@ typedef struct Watch {
     double timeout_s;           // 0: never
     const char* volatile place; // what the main thread does
     volatile size_t elems, step;
+    volatile bool idle;         // the main thread waits for work: only others that give no sign of life count
     volatile bool stops;
     pthread_t thread;
 } Watch;
@@ -83,6 +84,14 @@ static void watch_say(const Watch* w, const char* why)
     if (write(2, line, n) < 0) return;   // there is nobody to tell
 }
 
+/* Is a process of this host gone? Callable from a signal handler. */
+static bool watch_misses_a_rank(const Watch* w)
+{
+    for (int i = 0; w != nullptr && i < w->num_beats; i++)
+        if (kill(w->beats[i].pid, 0) != 0) return true;
+    return false;
+}
+
 /* A message of another kind ends the run. */
 static void watch_has_spoken(void)
 {
@@ -95,13 +104,22 @@ static void watch_on_signal(int)
     _exit(1);
 }
 
+/* Since when this rank, or where it only waits for others one of them, has done nothing. */
+static double watch_since_s(const Watch* w)
+{
+    if (!w->idle) return w->beats[w->own].moved_s;
+    double oldest = w->beats[w->own].alive_s;
+    for (int i = 0; i < w->num_beats; i++) if (w->beats[i].alive_s < oldest) oldest = w->beats[i].alive_s;
+    return oldest;
+}
+
 static void* watch_run(void* arg)
 {
     Watch* w = (Watch*)arg;
     Beat* own = &w->beats[w->own];
     while (!w->stops) {
         own->alive_s = watch_now_s();
-        if (w->timeout_s > 0 && own->alive_s - own->moved_s > w->timeout_s) {
+        if (w->timeout_s > 0 && own->alive_s - watch_since_s(w) > w->timeout_s) {
             watch_say(w, "waits longer than --timeout");
             _exit(1);
         }
@@ -120,6 +138,7 @@ static Watch* watch_start(Beat* beats, int num_beats, int own, int rank, double 
     w->own = own;
     w->timeout_s = timeout_s;
     beats[own].rank = rank;
+    beats[own].pid = (int)getpid();
     beats[own].alive_s = watch_now_s();
     watch_move(w, "set-up", 0);
     ENSURE(pthread_create(&w->thread, nullptr, watch_run, w) == 0, "the watchdog's thread cannot be started");

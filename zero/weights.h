@@ -21,16 +21,30 @@ static const SafeTensor* find_weight(const SafeTensors* files, const char* name)
     return found;
 }
 
+/* The whole of tensor t as a row of a file's table. */
+static SafeTensor tensor_in_file(const Tensor* t, const char* name, SafeDtype dtype)
+{
+    SafeTensor row = {};
+    row.name = name;
+    row.dtype = dtype;
+    row.num_dims = t->num_dims;
+    row.dims[0] = t->file_rows;
+    if (t->num_dims == 2) row.dims[1] = t->shape[1];
+    return row;
+}
+
 static void ensure_shape(const SafeTensors* files, const SafeTensor* st, const Tensor* t)
 {
+    SafeTensor wanted = tensor_in_file(t, st->name, st->dtype);
     bool same = st->num_dims == t->num_dims;
-    for (int d = 0; same && d < st->num_dims; d++) same = st->dims[d] == t->shape[d];
+    for (int d = 0; same && d < st->num_dims; d++) same = st->dims[d] == wanted.dims[d];
     char have[96] = "", need[96] = "";
     for (int d = 0; d < st->num_dims; d++)
         snprintf(have + strlen(have), sizeof have - strlen(have), "%s%zu", d ? "x" : "", st->dims[d]);
     for (int d = 0; d < t->num_dims; d++)
-        snprintf(need + strlen(need), sizeof need - strlen(need), "%s%zu", d ? "x" : "", t->shape[d]);
-    ENSURE(same, "%s: tensor %s has shape %s, config.json asks for %s", files->path, st->name, have, need);
+        snprintf(need + strlen(need), sizeof need - strlen(need), "%s%zu", d ? "x" : "", wanted.dims[d]);
+    ENSURE(same, "%s: tensor %s has shape %s, config.json asks for %s", files->files[st->file_idx].path,
+           st->name, have, need);
 }
 
 /* Buffers that old files carry and no model needs, and the head's copy of a tied embedding. */
@@ -54,10 +68,11 @@ static void weights_load(Zero* z, const char* folder, bool tied)
         const SafeTensor* st = find_weight(files, t->name);
         ENSURE(st != nullptr, "%s: has no tensor %s, which config.json asks for", files->path, t->name);
         ensure_shape(files, st, t);
+        watch_move(z->comm->watch, "reading a tensor", tensor_elems(t));
         Range part = tensor_part(t, zero_owned(z, t->unit));
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
-            safetensors_read_f32(files, st, part.first - t->first + done, n, z->bounce);
+            safetensors_read_f32(files, st, tensor_file_place(t, part.first) + done, n, z->bounce);
             zero_state_from_host(z, STATE_WEIGHTS, t->unit, part.first + done, n, z->bounce);
             done += n;
         }
@@ -74,18 +89,19 @@ static void weights_load(Zero* z, const char* folder, bool tied)
 }
 
 // ----------------------------------------------------------------------------------------------------------- write
+static SafeDtype weights_dtype(const char* name)
+{
+    return strcmp(name, "bf16") == 0 ? SafeDtype::BF16 : strcmp(name, "fp16") == 0 ? SafeDtype::F16 : SafeDtype::F32;
+}
+
 /* The table of the files to be. */
 static SafeTensors* weights_plan(const Shard* s, const char* path, SafeDtype dtype, size_t max_file_bytes)
 {
     SafeTensor* list = (SafeTensor*)malloc_checked(s->num_tensors * sizeof *list);
-    for (int t = 0; t < s->num_tensors; t++) {
-        list[t] = SafeTensor{};
-        list[t].name = s->tensors[t].name;
-        list[t].dtype = dtype;
-        list[t].num_dims = s->tensors[t].num_dims;
-        for (int d = 0; d < list[t].num_dims; d++) list[t].dims[d] = s->tensors[t].shape[d];
-    }
-    SafeTensors* files = safetensors_plan(path, list, s->num_tensors, max_file_bytes);
+    size_t count = 0;
+    for (const Tensor* t = s->tensors; t < s->tensors + s->num_tensors; t++)
+        if (tensor_is_first_piece(t)) list[count++] = tensor_in_file(t, t->name, dtype);
+    SafeTensors* files = safetensors_plan(path, list, count, max_file_bytes);
     free(list);
     return files;
 }
@@ -98,11 +114,12 @@ static void weights_write_slices(Zero* z, const SafeTensors* files)
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
         const SafeTensor* st = safetensors_get(files, t->name);
+        watch_move(z->comm->watch, "writing a tensor", tensor_elems(t));
         Range part = tensor_part(t, shard_slice(s, t->unit, z->comm->rank));
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
             zero_state_to_host(z, STATE_WEIGHTS, t->unit, part.first + done, n, z->bounce);
-            safetensors_write_f32(files, st, part.first - t->first + done, n, z->bounce);
+            safetensors_write_f32(files, st, tensor_file_place(t, part.first) + done, n, z->bounce);
             done += n;
         }
     }
@@ -121,18 +138,21 @@ static void weights_write(Zero* z, const char* path, SafeDtype dtype, size_t max
     comm_barrier(z->comm);
 }
 
-/* The weights alone as an HF folder: model.safetensors and the small files. */
-static void weights_export(Zero* z, const char* folder, void (*small_files)(const char* folder, void* context),
-                           void* context)
+/* The weights alone as an HF folder: model.safetensors, then the small files, so that a folder that was not finished
+ * has no config.json. */
+static void weights_export(Zero* z, const char* folder, SafeDtype dtype, size_t max_file_bytes,
+                           void (*small_files)(const char* folder, void* context), void* context)
 {
-    char file[4200];
+    char file[4200], index[4220];
     snprintf(file, sizeof file, "%s/model.safetensors", folder);
+    snprintf(index, sizeof index, "%s.index.json", file);
     if (z->comm->rank == 0) {
-        ENSURE(access(file, F_OK) != 0, "%s exists and is not overwritten: --export to another folder", file);
+        for (const char* old : {file, index})
+            ENSURE(access(old, F_OK) != 0, "%s exists and is not overwritten: --export to another folder", old);
         folder_make(folder);
     }
     comm_barrier(z->comm);
-    weights_write(z, file, SafeDtype::F32, MAX_FILE_BYTES);
+    weights_write(z, file, dtype, max_file_bytes);
     if (z->comm->rank == 0) {
         small_files(folder, context);
         folder_sync(folder);
