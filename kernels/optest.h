@@ -97,9 +97,11 @@ static inline double op_normal(uint64_t bits)
 // ---- what a tensor's type means to the checks
 
 static inline float op_round(float x, const float*) { return x; }
+static inline float op_round(float x, const double*) { return x; }          // a sum in double of terms in fp32
 static inline float op_round(float x, const __nv_bfloat16*) { __nv_bfloat16 y; store_f(&y, x); return load_f(y); }
 static inline float op_round(float x, const __half*) { __half y; store_f(&y, x); return load_f(y); }
 static inline double op_step(const float*) { return 1.0 / (1 << 23); }
+static inline double op_step(const double*) { return 1.0 / (1 << 23); }
 static inline double op_step(const __nv_bfloat16*) { return 1.0 / (1 << 7); }
 static inline double op_step(const __half*) { return 1.0 / (1 << 10); }
 
