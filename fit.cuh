@@ -31,7 +31,7 @@ static double recompute_flops_per_token(const Config* c, Setting s, int T)
 static double update_bytes(Storage storage)
 {
     size_t weight = storage.master == FLOATX_DTYPE ? 2 * sizeof(floatX) : storage.master == Dtype::SPLIT ? 8 : 10;
-    return (double)(weight + 4 * dtype_bytes(storage.moments) + sizeof(float));
+    return (double)(weight + 4 * dtype_bytes(storage.moments) + dtype_bytes(storage.grads));
 }
 
 /* The present run with another setting. */

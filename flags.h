@@ -34,6 +34,8 @@
     F(ONEOF,  precision,     'p', "fp32",    "fp32|bf16|fp16", 0, "storage of parameters and activations") \
     F(ONEOF,  master,         0,  "fp32",    "fp32|split|none", 0, "bf16: the weights that the optimizer keeps: fp32; split = the bf16 weight and the 16 bits below it, exactly the fp32 value; none = the bf16 weight, rounded at random") \
     F(ONEOF,  state_dtype,    0,  "fp32",    "fp32|bf16", 0, "the optimizer's moments; bf16 is rounded at random") \
+    F(ONEOF,  grad_dtype,     0,  "fp32",    "fp32|bf16|fp16", 0, "gradients are summed over micro-steps in fp32, or in the 16 bits of -p (those of embeddings and head in fp32 until they are sent)") \
+    F(ONEOF,  comm_dtype,     0,  "grad",    "grad|fp32|bf16|fp16", 0, "gradients go to other ranks in this type; grad = that of --grad-dtype") \
     F(REAL,   loss_scale,     0,  0,         0, 1e30, "fp16: factor of the loss in the backward; 0 = found while training") \
     F(INT,    initial_scale_power, 0, 16,    0, 31, "fp16: the loss scale starts at 2 to this power") \
     F(INT,    loss_scale_window, 0, 1000,    1, 1 << 30, "fp16: the loss scale doubles after so many good steps in a row") \
@@ -91,8 +93,8 @@
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
-    "grad-dtype tp pp sp offload offload-dir momentum keep " \
-    "bench report comm-dtype fp32-tensors muon-lr profile " \
+    "tp pp sp offload offload-dir momentum keep " \
+    "bench report fp32-tensors muon-lr profile " \
     "tune repeat dropout"
 
 enum FlagKind { INT, REAL, TEXT, ONEOF, SWITCH };

@@ -245,7 +245,7 @@ static Dtype dtype_find(const char* name)
     return FLOATX_DTYPE;                                     // "none": what the parameters are kept in
 }
 
-/* --master and --state-dtype, which must make sense at this precision. */
+/* --master, --state-dtype, --grad-dtype and --comm-dtype, which must make sense at this precision. */
 static Storage storage_from_flags(const Flags* f)
 {
     bool fp32_master = strcmp(f->master, "fp32") == 0;
@@ -255,7 +255,12 @@ static Storage storage_from_flags(const Flags* f)
         die_usage("--master %s is for -p bf16: an fp16 weight %s", f->master,
                   strcmp(f->master, "split") == 0 ? "is not the upper half of a float"
                                                   : "has no room for a small step: its smallest is 6e-8");
-    return Storage{dtype_find(f->master), dtype_find(f->state_dtype)};
+    Dtype grads = dtype_find(f->grad_dtype);
+    Dtype sent = strcmp(f->comm_dtype, "grad") == 0 ? grads : dtype_find(f->comm_dtype);
+    if (grads != Dtype::FP32 && grads != FLOATX_DTYPE)
+        die_usage("--grad-dtype %s with -p %s: gradients are summed in fp32, or in the precision of the weights",
+                  f->grad_dtype, FLOATX_NAME);
+    return Storage{dtype_find(f->master), dtype_find(f->state_dtype), grads, sent};
 }
 
 /* Plans memory: everything the run will hold with its setting. */
@@ -294,6 +299,7 @@ static void plan_run(Run* run, bool training)
 /* What plan_run holds besides the plan itself. */
 static void plan_run_free(Run* run)
 {
+    free(run->zero.resident);
     buckets_free(&run->zero.grad_buckets);
     buckets_free(&run->zero.param_buckets);
     free(run->model.visits);
