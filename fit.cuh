@@ -47,7 +47,7 @@ static Estimate setting_estimate(const Run* run, Setting s)
     WireBytes wire = zero_wire_bytes(&trial->zero);
     Estimate e = {};
     e.device_bytes = plan_bytes(&trial->plan, Place::DEVICE);
-    e.wire_bytes = wire.gradients + wire.parameters + wire.sums;
+    e.wire_bytes = wire.gradients + wire.parameters + wire.sums + wire.optimizer;
     double flops = (model_flops_per_token(c, run->T) + recompute_flops_per_token(c, s, run->T)) * s.B * s.G * run->T;
     double owned = (double)run->model.shard.num_elems / (s.stage > 0 ? run->comm.num_ranks : 1);
     if (d->peak_flops > 0) e.compute_s = flops / (0.5 * d->peak_flops);

@@ -47,11 +47,16 @@
     F(INT,    check_replicas, 0,  0,         0, INT64_MAX, "every so many steps: do all ranks hold the same parameters? 0 = never") \
     F(REAL,   timeout,        0,  600,       0, 1e9, "seconds without progress after which a rank says where it waits and ends the run; 0 = never") \
     F(INT,    seed,          's', 42,        0, INT64_MAX, "seed of the initial weights, the data order and the samples") \
-    F(ONEOF,  optimizer,      0,  "adamw",   "adamw", 0, "optimizer") \
+    F(ONEOF,  optimizer,      0,  "adamw",   "adamw|adam|sgd|lamb|lion|adagrad|muon", 0, "optimizer; muon is for hidden matrices, the rest goes by adamw") \
     F(REAL,   beta1,          0,  0.9,       0, 0.999999, "first moment decay") \
-    F(REAL,   beta2,          0,  0.95,      0, 0.999999, "second moment decay") \
+    F(REAL,   beta2,          0,  0.95,      0, 0.999999, "second moment decay (lion: 0.99 if not given)") \
     F(REAL,   eps,            0,  1e-8,      0, 1, "added to the root of the second moment") \
-    F(REAL,   weight_decay,   0,  0.1,       0, 100, "decoupled decay of tensors with two axes") \
+    F(REAL,   weight_decay,   0,  0.1,       0, 100, "decay of tensors with two axes (if not given adam, sgd, adagrad: 0, lamb: 0.01)") \
+    F(REAL,   momentum,       0,  -1,       -1, 0.999999, "sgd, muon: decay of the momentum; -1 = 0.9, 0.95") \
+    F(REAL,   dampening,      0,  0,         0, 1, "sgd: the gradient's share that does not enter the momentum") \
+    F(SWITCH, nesterov,       0,  false,     0, 0, "sgd: steps along the gradient and the momentum that follows it") \
+    F(REAL,   muon_lr,        0,  0.02,      0, 1e3, "muon: peak learning rate of hidden matrices") \
+    F(TEXT,   param_group,    0,  "",        0, 0, "rates of tensors by name: PATTERN:lr=FACTOR,wd=DECAY;PATTERN:... (shell patterns, a later one wins)") \
     F(REAL,   clip,           0,  1.0,       0, 1e30, "largest global gradient norm; 0 = off") \
     F(ONEOF,  schedule,       0,  "cosine",  "constant|linear|cosine|wsd|wsd-sqrt", 0, "learning rate after warm-up") \
     F(INT,    warmup,         0,  -1,       -1, INT64_MAX, "warm-up steps; -1 = 2 % of the steps, at most 700") \
@@ -59,6 +64,7 @@
     F(REAL,   min_lr,         0,  -1,       -1, 1e3, "learning rate at the end; -1 = a tenth of the peak") \
     F(INT,    eval_every,     0,  0,         0, INT64_MAX, "validate every so many steps; 0 = at the end only") \
     F(INT,    eval_batches,   0,  0,         0, INT64_MAX, "at most so many global micro-batches per validation; 0 = the whole set") \
+    F(INT,    eval_stride,    0,  0,         0, 1 << 24, "validation windows begin so many tokens apart and count what no window before has; 0 = -t") \
     F(INT,    save_every,     0,  0,         0, INT64_MAX, "checkpoint every so many steps; 0 = at the end only (with -o)") \
     F(TEXT,   resume,         0,  "",        0, 0, "checkpoint, or run folder and its newest complete checkpoint; auto = the one of -o if there is one") \
     F(SWITCH, from_scratch,   0,  false,     0, 0, "take only config.json from the folder given with -m") \
@@ -93,9 +99,11 @@
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
-    "tp pp sp offload offload-dir momentum keep " \
-    "bench report fp32-tensors muon-lr profile " \
+    "tp pp sp offload offload-dir keep " \
+    "bench report fp32-tensors profile " \
     "tune repeat dropout"
+
+#define VALUES_LATER "1bit-adam 01-adam 1bit-lamb onebitadam zerooneadam onebitlamb"
 
 enum FlagKind { INT, REAL, TEXT, ONEOF, SWITCH };
 typedef int64_t FlagType_INT;
@@ -244,6 +252,8 @@ static void flag_store(Flags* flags, const FlagRow* row, const char* shown, cons
     case TEXT: *(const char**)at = text; break;
     case ONEOF: {
         char nearest[64];
+        if (word_in_list(text, VALUES_LATER, ' '))
+            die_usage("%s %s is not there yet in this version: have %s", shown, text, row->choices);
         if (!word_in_list(text, row->choices, '|'))
             die_usage("%s %s: not one of %s; did you mean %s?", shown, text, row->choices,
                       nearest_word(text, row->choices, '|', nearest));

@@ -440,6 +440,9 @@ static void tensor_add(Tensor* out, const Config* c, const TensorRow* row, int u
     out->init_std = row->init == Init::NORMAL ? 0.02 : row->init == Init::RESIDUAL ? residual_std : 0;
     out->init_value = row->init == Init::ONE ? 1 : 0;
     out->decay = out->num_dims == 2;
+    out->hidden = row->where == Where::BLOCK && out->num_dims == 2;
+    out->in_out = c->family == Family::GPT2;
+    out->num_fused = row->cols == Dim::QKV ? 3 : 1;
     out->row = row->row;
 }
 

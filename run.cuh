@@ -7,7 +7,9 @@
 #include "data/tokenizer.h"
 #include "generate.cuh"
 #include "passes.cuh"
+#include "rates.h"
 #include "zero/checkpoint.h"
+#include "zero/update.h"
 
 /* What trains when -m is not given. */
 #ifdef DEVICE_CUDA
@@ -170,6 +172,10 @@ static void open_loaders(Run* run)
     config.G = 1;
     config.shuffle = false;
     config.whole_tail = true;
+    config.stride = (size_t)f->eval_stride;
+    if (f->eval_stride > run->T)
+        die_usage("--eval-stride %lld is above -t %d: tokens between two windows would count nowhere",
+                  (long long)f->eval_stride, run->T);
     run->val = loader_open(&config, &run->val_set);
     run->val->config.limit_windows = run->val->num_windows;
 }
@@ -186,7 +192,7 @@ static StepConfig step_config(const Run* run)
     c.decay_share = f->decay;
     c.max_norm = f->clip;
     c.beta1 = f->beta1;
-    c.beta2 = f->beta2;
+    c.beta2 = optimizer_beta2(f);
     c.nominal_toks = (double)run->global_batch * run->T;
     c.dynamic_loss_scale = is_fp16() && f->loss_scale == 0;
     c.min_loss_scale = f->min_loss_scale;
@@ -215,7 +221,7 @@ static size_t resident_bytes(void)
 static size_t wire_bytes_per_step(const Run* run)
 {
     WireBytes bytes = zero_wire_bytes(&run->zero);
-    return bytes.gradients + bytes.parameters + bytes.sums;
+    return bytes.gradients + bytes.parameters + bytes.sums + bytes.optimizer;
 }
 
 static void recompute_from_flag(Setting* s, const char* value, int L)
@@ -260,6 +266,9 @@ static Storage storage_from_flags(const Flags* f)
     if (grads != Dtype::FP32 && grads != FLOATX_DTYPE)
         die_usage("--grad-dtype %s with -p %s: gradients are summed in fp32, or in the precision of the weights",
                   f->grad_dtype, FLOATX_NAME);
+    if (grads != Dtype::FP32 && strcmp(f->optimizer, "muon") == 0)
+        die_usage("--grad-dtype %s with --optimizer muon: its steps are made where the gradients are, in fp32",
+                  f->grad_dtype);
     return Storage{dtype_find(f->master), dtype_find(f->state_dtype), grads, sent};
 }
 
@@ -276,7 +285,7 @@ static void plan_run(Run* run, bool training)
     model_visits(m);
     bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
     model_resident(m, resident);
-    ZeroConfig zero = {s->stage, resident, s->G, training, s->storage, (uint64_t)f->seed, f->overlap != 0,
+    ZeroConfig zero = {s->stage, resident, s->G, training, s->storage, optimizer_find(f->optimizer), f->overlap != 0,
                        strcmp(f->reduce, "step") == 0, f->deterministic,
                        (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
@@ -302,6 +311,7 @@ static void plan_run_free(Run* run)
     free(run->zero.resident);
     buckets_free(&run->zero.grad_buckets);
     buckets_free(&run->zero.param_buckets);
+    zero_optimizer_free(&run->zero);
     free(run->model.visits);
     run->model.visits = nullptr;
 }

@@ -3,6 +3,7 @@
  * data/error.h     ENSURE, die               data/tokens.h loader.h      shards and the batches made of them
  * flags.h          every option              data/tokenizer.h            text <-> tokens
  * run.cuh fit.cuh  a run and its set-up      data/run_log.h              log.jsonl
+ * rates.h          rates of each tensor      zero/update.h               the end of a step
  * model.cuh        the models, one block     zero/stages.h               who keeps what, when it moves, the step
  * passes.cuh       forward and backward      zero/weights.h init.h       weights: read, written, made
  * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
@@ -80,12 +81,16 @@ static void print_start(Run* run, const char* model_name)
         run->train == nullptr ? 0 : (double)run->num_steps * run->global_batch / run->train->num_windows,
         run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
+    if (run->comm.rank == 0) rates_print(f, stdout);
     WireBytes wire = zero_wire_bytes(&run->zero);
+    char optimizer_wire[64] = "";
+    if (wire.optimizer > 0)
+        snprintf(optimizer_wire, sizeof optimizer_wire, ", %s %zu bytes", f->optimizer, wire.optimizer);
     const char* collective = run->setting.stage == 0 ? "all-reduce" : "reduce-scatter";
     SAY("ZeRO    stage %d, -r %s | %.2f MiB sent per step and rank: %s of gradients %.2f, all-gather of parameters "
-        "%.2f, all-reduce of sums %zu bytes | %s\n", run->setting.stage, recompute_name(run->setting, level),
+        "%.2f, all-reduce of sums %zu bytes%s | %s\n", run->setting.stage, recompute_name(run->setting, level),
         wire_bytes_per_step(run) / 1048576.0, collective, wire.gradients / 1048576.0, wire.parameters / 1048576.0,
-        wire.sums, f->overlap ? "overlapped" : "not overlapped");
+        wire.sums, optimizer_wire, f->overlap ? "overlapped" : "not overlapped");
     if (run->comm.rank == 0) plan_print(&run->plan, stdout);
     print_estimate(run);
     if (!f->out[0]) SAY("output  none (-o FOLDER keeps log and checkpoints)\n");
@@ -108,6 +113,7 @@ static void print_step(Run* run, const StepState* s, size_t step, double took_s)
     log_real(&run->log, "tok_per_s", toks_per_s);
     log_int(&run->log, "tokens", (long long)s->num_toks);
     log_int(&run->log, "skipped", s->skip == Skip::NONFINITE);
+    log_real(&run->log, "host_mib", resident_bytes() / 1048576.0);
     if (is_fp16()) log_real(&run->log, "loss_scale", s->used_loss_scale);
     if (run->comm.rank != 0) return;
     if (step % f->log_every != 0 && step != run->num_steps) return;
@@ -184,10 +190,8 @@ static void train_step(Run* run)
         model_train_micro(&run->model, run->B, run->T, dloss, micro, run->G);
         print_bar(run, micro);
     }
-    const Flags* f = run->flags;
-    AdamwConfig adamw = {(float)f->beta1, (float)f->beta2, (float)f->eps, (float)f->weight_decay};
     zero_step_ask(&run->zero, signals_take());
-    zero_step_end(&run->zero, run->config, adamw, slot);
+    zero_step_end(&run->zero, run->config, optimizer_config(run->flags), slot);
     run->step_asked_bytes += run->comm.asked_bytes - asked_before;
     CUDA_CHECK(cudaEventRecord(run->step_ended[slot], run->zero.compute));
 }
@@ -275,6 +279,7 @@ static void evaluate_and_say(Run* run)
     if (run->val_set.num_words > 0)
         SAY(" | perplexity %.3f per word",
             exp(r.loss * (double)run->val_set.num_toks / (double)run->val_set.num_words));
+    if (run->flags->eval_stride > 0) SAY(" | windows of %d every %lld", run->T, (long long)run->flags->eval_stride);
     SAY("\n");
     log_begin(&run->log);
     log_int(&run->log, "step", (long long)run->step);
@@ -337,7 +342,7 @@ static void train(Run* run)
         char hash[32] = "";
         if (hashes) snprintf(hash, sizeof hash, "%016llx", zero_state_hash(&run->zero));
         if (f->check_replicas > 0 && step % f->check_replicas == 0)
-            comm_ensure_same(&run->comm, zero_replica_hash(&run->zero), "the parameters it holds (--check-replicas)");
+            comm_ensure_replica(&run->comm, zero_replica_hash(&run->zero), step);
         for (; unread <= settled; unread++) finish_step(run, unread, hashes && unread == step ? hash : nullptr);
         if (last && hash[0]) SAY("state hash %s after step %zu\n", hash, step);
         if (evals) evaluate_and_say(run);
@@ -427,6 +432,24 @@ static void say_sample(Run* run)
     comm_barrier_idle(&run->comm);
 }
 
+/* "memory": {"device": {label: MiB, ...}, "host": {...}}: the plan, per rank. */
+static void log_plan(RunLog* log, const Plan* p)
+{
+    log_key(log, "memory");
+    log_begin(log);
+    for (Place place : {Place::DEVICE, Place::HOST}) {
+        log_key(log, place == Place::DEVICE ? "device" : "host");
+        log_begin(log);
+        for (int i = 0; i < p->num_rows; i++) {
+            size_t bytes = plan_label_bytes(p, i);
+            if (p->rows[i].place == place && bytes > 0) log_real(log, p->rows[i].label, bytes / 1048576.0);
+        }
+        fputc('}', log->f);
+        log->first_member = false;
+    }
+    fputc('}', log->f);
+}
+
 static void log_start(Run* run, const char* model_name)
 {
     if (!run->flags->out[0] || run->comm.rank != 0) return;
@@ -442,7 +465,9 @@ static void log_start(Run* run, const char* model_name)
     log_int(&run->log, "num_params", (long long)run->model.shard.num_params);
     log_int(&run->log, "global_batch", (long long)run->global_batch);
     log_int(&run->log, "num_steps", (long long)run->num_steps);
-    for (const FlagRow& row : flag_rows) log_text(&run->log, row.name, flag_value(run->flags, &row, buf));
+    for (const FlagRow& row : flag_rows)
+        if (strcmp(row.name, "version") != 0) log_text(&run->log, row.name, flag_value(run->flags, &row, buf));
+    log_plan(&run->log, &run->plan);
     fputc('}', run->log.f);
     log_end(&run->log);
 }
@@ -479,6 +504,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
     batch_arithmetic(run, run->comm.num_ranks);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
+    rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, storage_from_flags(f)};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
     if (f->auto_) setting_choose(run, device_free_bytes(run));
@@ -529,6 +555,7 @@ static void run_free(Run* run)
                               run->step_ended[0], run->step_ended[1]})
         CUDA_CHECK(cudaEventDestroy(event));
     zero_free(&run->zero);
+    plan_ensure_held(&run->plan, "at the end");
     plan_run_free(run);
     plan_free(&run->plan);
     shard_free(&run->model.shard);
@@ -587,6 +614,7 @@ static void refuse_what_is_not_there(const Flags* f)
         for (FlagIdx idx : {FLAG_loss_scale, FLAG_initial_scale_power, FLAG_loss_scale_window, FLAG_hysteresis,
                             FLAG_min_loss_scale, FLAG_consecutive_hysteresis})
             if (f->given[idx]) die_usage("%s is for -p fp16: leave it out", flag_long_name(&flag_rows[idx], name));
+    rates_refuse(f);
     if (f->given[FLAG_gpu] && !f->plan) die_usage("--gpu goes with --plan; a run takes the GPU that is here");
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
     if ((f->given[FLAG_export_dtype] || f->given[FLAG_shard_bytes]) && !f->given[FLAG_export_])

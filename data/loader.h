@@ -14,7 +14,9 @@
  * Windows. Window k of a shard has the inputs k*T .. k*T+T-1 and the targets one further: T+1 tokens, of which
  * neighbours share one. A window lies in one shard; shards follow one another in the order of the set.
  * With whole_tail (for validation) a last, shorter window takes the rest of each shard, so that every token but each
- * shard's first is a target once; without it the rest is left out.
+ * shard's first is a target once; without it the rest is left out. With a stride S below T as well, window k begins at
+ * k*S, and of all but a shard's first only the last S targets count, those that no window before has: each is predicted
+ * from at least T - S tokens.
  *
  * Order. p counts windows since the run began; p / W is the epoch, and window order(p % W) of the data comes at p. With
  * shuffle, order is a permutation of 0..W-1 drawn from (seed, epoch) alone: nothing of it is stored (loader_permute).
@@ -38,6 +40,7 @@ typedef struct {
     unsigned long long seed;
     bool shuffle;
     bool whole_tail;
+    size_t stride;               // with whole_tail: from window to window, 1..T; 0 is T
 } LoaderConfig;
 
 #define LOADER_SLOTS 4           // micro-batches read ahead
@@ -139,6 +142,8 @@ static inline void loader_empty_row(int* inputs, int* targets, size_t from, size
     }
 }
 
+static inline size_t loader_stride(const LoaderConfig* c) { return c->stride > 0 ? c->stride : c->T; }
+
 static inline bool loader_read_window(Loader* l, size_t window_idx, int* inputs, int* targets)
 {
     size_t low = 0, high = l->set->num_files;         // the file with first_window[low] <= window_idx < [low + 1]
@@ -148,13 +153,13 @@ static inline bool loader_read_window(Loader* l, size_t window_idx, int* inputs,
         else high = middle;
     }
     const TokenFile* file = &l->set->files[low];
-    size_t T = l->config.T, first = (window_idx - l->first_window[low]) * T;
+    size_t T = l->config.T, stride = loader_stride(&l->config), first = (window_idx - l->first_window[low]) * stride;
     size_t num_targets = file->num_toks - 1 - first < T ? file->num_toks - 1 - first : T;
     int fd = loader_file(l, low);
     if (fd < 0 || !token_file_read(file, fd, first, num_targets + 1, l->config.V, l->row, l->error)) return false;
     for (size_t t = 0; t < num_targets; t++) {
         inputs[t] = l->row[t];
-        targets[t] = l->row[t + 1];
+        targets[t] = first > 0 && t < T - stride ? -1 : l->row[t + 1];
     }
     loader_empty_row(inputs, targets, num_targets, T);
     return true;
@@ -206,10 +211,12 @@ static inline void* loader_thread(void* argument)
 
 /* ---------------------------------------------------------------- the caller's side */
 
-static inline size_t loader_file_windows(const TokenFile* file, size_t T, bool whole_tail)
+static inline size_t loader_file_windows(const TokenFile* file, const LoaderConfig* c)
 {
     if (file->num_toks < 2) return 0;
-    return whole_tail ? (file->num_toks - 1 + T - 1) / T : (file->num_toks - 1) / T;
+    size_t num_targets = file->num_toks - 1, stride = loader_stride(c);
+    if (!c->whole_tail) return num_targets / c->T;
+    return num_targets <= c->T ? 1 : 1 + (num_targets - c->T + stride - 1) / stride;
 }
 
 static inline void loader_count_windows(Loader* l)
@@ -222,7 +229,7 @@ static inline void loader_count_windows(Loader* l)
         ENSURE(file->vocab_size <= c->V, "%s: was made with a vocabulary of %zu ids (byte 16), the model has %zu rows; "
                "make it again with the model's tokenizer, or choose the model to fit", file->path, file->vocab_size,
                c->V);
-        size_t windows = loader_file_windows(file, c->T, c->whole_tail);
+        size_t windows = loader_file_windows(file, c);
         size_t used = windows == 0 ? 0 : windows * c->T + 1;
         l->first_window[i] = l->num_windows;
         l->num_windows += windows;

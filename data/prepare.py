@@ -103,7 +103,36 @@ def tinyshakespeare(source):
     return {"train": [decode(source_bytes("tinyshakespeare", source), source or "tinyshakespeare")]}
 
 
+def parquet_text(paths):
+    """The column `text` of parquet files, a line a row, as the hub has WikiText."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise Refused(f"{paths[0]}: parquet is read by the Python package pyarrow, which is not installed; run: "
+                      f".venv/bin/pip install pyarrow") from None
+    try:
+        return "".join(row or "" for path in paths
+                       for row in pyarrow.parquet.read_table(path, columns=["text"])["text"].to_pylist())
+    except (pyarrow.ArrowException, OSError) as error:
+        raise Refused(f"{paths[0]}: is not parquet with a column \"text\": {str(error).splitlines()[0]}") from None
+
+
+def wikitext_folder(source):
+    """wiki.train.raw (or .tokens) beside wiki.valid.* and wiki.test.*; or train-*.parquet, validation-*, test-*."""
+    parts = {}
+    for part, stem, hub_stem in (("train", "wiki.train", "train"), ("val", "wiki.valid", "validation"),
+                                 ("test", "wiki.test", "test")):
+        raw = sorted(glob.glob(os.path.join(source, stem + ".*")))
+        parquet = sorted(glob.glob(os.path.join(source, hub_stem + "*.parquet")))
+        if not raw and not parquet:
+            raise Refused(f"{source}: has neither {stem}.raw nor {hub_stem}-*.parquet")
+        parts[part] = [decode(read_file(raw[0]), raw[0]) if raw else parquet_text(parquet)]
+    return parts
+
+
 def wikitext(name, source):
+    if source and os.path.isdir(source):
+        return wikitext_folder(source)
     data = source_bytes(name, source)
     parts = {}
     try:
@@ -352,7 +381,8 @@ def parse_arguments(arguments):
     parser.add_argument("--gpt2-dir", metavar="DIR", help="where its tokenizer.json, or vocab.json and merges.txt, lie")
     parser.add_argument("--val-fraction", type=float, default=0.05, help="share of the text kept for validation (0.05)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens to a shard, about (100 million)")
-    parser.add_argument("--source", metavar="FILE", help="a local copy of what a data set is fetched from")
+    parser.add_argument("--source", metavar="FILE", help="a local copy of what a data set is fetched from; WikiText: "
+                        "also a folder of wiki.*.raw or of the hub's parquet files")
     parser.add_argument("--force", action="store_true", help="replace the shards that are there")
     args = parser.parse_args(arguments)
     args.gpt2 = args.gpt2 or args.gpt2_dir is not None

@@ -1,237 +1,514 @@
-/* optimizer.cuh: one step of AdamW, from the step's state (step.cuh).
- *   adamw_update:  g = grad * grad_scale * clip_coef
- *     m = beta1*m + (1-beta1)*g      v = beta2*v + (1-beta2)*g^2
- *     p = p*(1 - lr*weight_decay) - lr * (m/bias_correction1) / (sqrt(v/bias_correction2) + eps)
- * shapes  param (n) floatX; master m v grad (n), stored as Values says (values.cuh):
+/* optimizer.cuh: one step of an optimizer, from the step's state (step.cuh). g = grad * grad_scale * clip_coef,
+ * lr = the step's rate * the run's factor, wd the run's weight decay, bc = 1 - beta^t:
+ *   adamw    m = beta1*m + (1-beta1)*g   v = beta2*v + (1-beta2)*g^2
+ *            p = p*(1 - lr*wd) - lr*(m/bc1)/(sqrt(v/bc2) + eps)
+ *   adam     g += wd*p, then as adamw without its decay
+ *   sgd      g += wd*p   m = momentum*m + (1-dampening)*g   p -= lr*m, nesterov: lr*(g + momentum*m)
+ *   lamb     m and v as adamw   u = m/(sqrt(v) + eps) + wd*p   p -= lr * sqrt(bc2)/bc1 * ratio * u
+ *            ratio = clamp(|p|/|u|, 0.01, 10), 1 where either is 0: of the whole tensor, over all ranks
+ *   lion     c = beta1*m + (1-beta1)*g   p = p*(1 - lr*wd) - lr*sign(c)   m = beta2*m + (1-beta2)*g   sign(0) = 0
+ *   adagrad  g += wd*p   v += g^2   p -= lr*g/(sqrt(v) + eps)
+ *   muon     m = momentum*m + (1-momentum)*g   grad = g + momentum*(m - g)   [muon.cuh makes it orthogonal]
+ *            p = p*(1 - lr*wd) - lr*grad
+ * LAMB and Muon take two passes with something between them that sees whole tensors; each pass is a rule of its own.
+ * shapes  param (n) floatX; sums (tensors,2) double; master, grad, and m and v where the rule has them, (n) stored as
+ *         Values says (values.cuh):
  *         master   FP32: param is it rounded to nearest; in fp32 they are one.   SPLIT: its upper half is param.
  *                  BF16: it is param: there is no master, and the new weight is rounded at random
  *         m v      FP32, or BF16 rounded at random       grad     FP32 or floatX's
- * writes  param = master = m = v =
- * needs   any n; adamw_update_runs: up to 32 runs of elements, each with its weight decay, one after another
- * exact   each element by itself: same bits on every run and for any number of CPU threads. Random roundings come from
- *         the seed, the number of the applied step and the element's index among all parameters, nothing else
- * cost    reads p g m v, writes p m v (and param beside a master): fp32 28*n bytes; 16-bit param with an fp32 master
- *         30*n, split 28*n, none 24*n; m and v in bf16 8*n less, grad in 16 bits 2*n less. Judged against memory
- * source  Loshchilov & Hutter 2017, arXiv:1711.05101 */
+ * writes  param = master = m = v =; MUON_MOMENTUM grad =; lamb_norms sums +=
+ * needs   any n; up to 32 runs of elements, each with its rates, one after another
+ * exact   each element by itself, sums in a fixed order: same bits on every run and for any number of CPU threads.
+ *         Random roundings come from the seed, the number of the applied step and the element's index among all
+ *         parameters, nothing else
+ * cost    adamw in fp32 reads p g m v and writes p m v, 28*n bytes; a 16-bit param beside a master adds 2*n, a split
+ *         master is 28*n, none 24*n; m and v in bf16 save 8*n, a gradient in 16 bits 2*n. adam the same; sgd, lion and
+ *         adagrad 8*n less; lamb 20*n and norms 12*n and 16*n; muon 16*n and 12*n. Judged against memory bandwidth
+ * source  AdamW: Loshchilov & Hutter 2017, arXiv:1711.05101. LAMB: You et al. 2019, arXiv:1904.00962, in DeepSpeed's
+ *         variant. Lion: Chen et al. 2023, arXiv:2302.06675. Adagrad: Duchi et al. 2011. Muon: Jordan 2024,
+ *         kellerjordan.github.io/posts/muon */
 #pragma once
 #include "step.cuh"
 #include "values.cuh"
 
-struct AdamwFactors { float grad_coef, beta1, beta2, step_size, rsqrt_correction2, eps, decay; };
+// ---- the optimizers
 
-HOSTDEV AdamwFactors adamw_factors(const StepState* state, float weight_decay, float beta1, float beta2, float eps)
-{
-    AdamwFactors f;
-    f.grad_coef = (float)(state->grad_scale * state->clip_coef);
-    f.beta1 = beta1;
-    f.beta2 = beta2;
-    f.step_size = (float)(state->lr / state->bias_correction1);
-    f.rsqrt_correction2 = (float)(1.0 / sqrt(state->bias_correction2));
-    f.eps = eps;
-    f.decay = (float)(state->lr * (double)weight_decay);
-    return f;
-}
+enum class Optimizer { ADAMW, ADAM, SGD, LAMB, LION, ADAGRAD, MUON };
 
-/* Where the weight decay, or the distance between an element's place in a slice and its index among all parameters,
- * changes along the slice: run i ends before element end[i]. Given to the kernel by value. */
-static constexpr int ADAMW_MAX_RUNS = 32;
-struct AdamwRuns {
-    int num_runs;
-    float weight_decay[ADAMW_MAX_RUNS];
-    size_t end[ADAMW_MAX_RUNS];
-    uint64_t index[ADAMW_MAX_RUNS];   // of the slice's element 0, if the run went back to it
+/* What an optimizer keeps for each element, and its defaults where they are its own. */
+struct OptimizerRow {
+    const char* name;
+    Optimizer optimizer;
+    bool has_m, has_v;                               // Muon: v only for what is not a hidden matrix
+    double beta2, momentum, weight_decay;
 };
 
-/* Lengthens the runs to `end` elements. */
-static void adamw_runs_extend(AdamwRuns* runs, size_t end, float weight_decay, uint64_t index = 0)
+static const OptimizerRow optimizer_rows[] = {
+    {"adamw", Optimizer::ADAMW, true, true, 0.95, 0, 0.1},
+    {"adam", Optimizer::ADAM, true, true, 0.95, 0, 0},
+    {"sgd", Optimizer::SGD, true, false, 0.95, 0.9, 0},
+    {"lamb", Optimizer::LAMB, true, true, 0.95, 0, 0.01},
+    {"lion", Optimizer::LION, true, false, 0.99, 0, 0.1},
+    {"adagrad", Optimizer::ADAGRAD, false, true, 0.95, 0, 0},
+    {"muon", Optimizer::MUON, true, true, 0.95, 0.95, 0.1},
+};
+
+/* flags.h lets no other name through. */
+static const OptimizerRow* optimizer_find(const char* name)
 {
-    int last = runs->num_runs - 1;
-    if (last < 0 || runs->weight_decay[last] != weight_decay || runs->index[last] != index) {
-        ENSURE(runs->num_runs < ADAMW_MAX_RUNS, "tensors in a slice: more than %d", ADAMW_MAX_RUNS);
-        runs->index[runs->num_runs] = index;
-        runs->weight_decay[runs->num_runs++] = weight_decay;
-    }
-    runs->end[runs->num_runs - 1] = end;
+    for (const OptimizerRow& row : optimizer_rows)
+        if (strcmp(row.name, name) == 0) return &row;
+    return nullptr;
 }
 
+struct OptimizerConfig {
+    Optimizer optimizer;
+    float beta1, beta2, eps, momentum, dampening;
+    bool nesterov;
+    uint64_t seed;                                   // of random roundings
+};
+
 /* What a step reads and changes. */
-struct AdamwArrays {
+struct OptimizerArrays {
     floatX* param;
     Values master, m, v, grad;
 };
 
-static AdamwArrays adamw_arrays_from(const AdamwArrays& a, size_t first)
+static OptimizerArrays optimizer_arrays_from(const OptimizerArrays& a, size_t first)
 {
-    return AdamwArrays{a.param + first, values_from(a.master, first), values_from(a.m, first), values_from(a.v, first),
-                       values_from(a.grad, first)};
+    return OptimizerArrays{a.param + first, values_from(a.master, first), values_from(a.m, first),
+                           values_from(a.v, first), values_from(a.grad, first)};
 }
 
 /* For fp32 states and gradients; master null: param is it. */
-static AdamwArrays adamw_arrays(floatX* param, float* master, float* m, float* v, float* grad)
+static OptimizerArrays optimizer_arrays(floatX* param, float* master, float* m, float* v, float* grad)
 {
     Values weights = master != nullptr ? values_of(master) : Values{param, FLOATX_DTYPE, nullptr};
-    return AdamwArrays{param, weights, values_of(m), values_of(v), values_of(grad)};
+    return OptimizerArrays{param, weights, values_of(m), values_of(v), values_of(grad)};
 }
 
-HOSTDEV bool adamw_rounds_at_random(const AdamwArrays& a)
+HOSTDEV bool rounds_at_random(const OptimizerArrays& a)
 {
     return a.master.dtype == Dtype::BF16 || a.m.dtype == Dtype::BF16 || a.v.dtype == Dtype::BF16;
 }
 
 /* Is the weight that the model uses kept beside the master? */
-HOSTDEV bool adamw_has_copy(const AdamwArrays& a) { return (void*)a.param != a.master.at; }
+HOSTDEV bool has_copy(const OptimizerArrays& a) { return (void*)a.param != a.master.at; }
 
 /* The key of this step's random bits; of an element's 64, the weight takes the lowest 16, then m, then v. */
 enum { RANDOM_WEIGHT = 0, RANDOM_M = 16, RANDOM_V = 32 };
-HOSTDEV uint64_t adamw_random_key(uint64_t seed, const StepState* state)
+HOSTDEV uint64_t random_key(uint64_t seed, const StepState* state)
 {
     return mix64(mix64(seed + GOLDEN_GAMMA) + state->num_applied);
 }
 
+// ---- the rules
+
+/* A pass over the elements. */
+enum class Rule { ADAMW, ADAM, SGD, LAMB_STATES, LAMB_STEP, LION, ADAGRAD, MUON_MOMENTUM, MUON_STEP };
+
+HOSTDEV constexpr bool reads_grad(Rule r) { return r != Rule::LAMB_STEP; }
+HOSTDEV constexpr bool writes_grad(Rule r) { return r == Rule::MUON_MOMENTUM; }
+HOSTDEV constexpr bool reads_param(Rule r) { return r != Rule::LAMB_STATES && r != Rule::MUON_MOMENTUM; }
+HOSTDEV constexpr bool reads_m(Rule r) { return r != Rule::ADAGRAD && r != Rule::MUON_STEP; }
+HOSTDEV constexpr bool reads_v(Rule r)
+{
+    return r == Rule::ADAMW || r == Rule::ADAM || r == Rule::LAMB_STATES || r == Rule::LAMB_STEP || r == Rule::ADAGRAD;
+}
+HOSTDEV constexpr bool writes_states(Rule r) { return r != Rule::LAMB_STEP && r != Rule::MUON_STEP; }
+
+struct OptimizerFactors {
+    float grad_coef, beta1, beta2, step_size, rsqrt_correction2, eps, decay, momentum, dampening;
+    bool nesterov;
+};
+
+HOSTDEV constexpr bool decay_is_coupled(Rule r)
+{
+    return r == Rule::ADAM || r == Rule::SGD || r == Rule::LAMB_STEP || r == Rule::ADAGRAD;
+}
+
+/* The factor of p: in a step of its own, or within the gradient. */
+template <Rule rule> HOSTDEV float decay_factor(const StepState* state, float lr_factor, float weight_decay)
+{
+    return decay_is_coupled(rule) ? weight_decay : (float)(state->lr * (double)lr_factor * (double)weight_decay);
+}
+
+/* What p is moved by: lr, with the bias corrections that belong to it. LAMB's also takes the tensor's ratio. */
+template <Rule rule> HOSTDEV float step_factor(const StepState* state, float lr_factor, double ratio)
+{
+    const double lr = state->lr * (double)lr_factor;
+    if (rule == Rule::ADAMW || rule == Rule::ADAM) return (float)(lr / state->bias_correction1);
+    if (rule == Rule::LAMB_STEP) return (float)(lr * sqrt(state->bias_correction2) / state->bias_correction1 * ratio);
+    return (float)lr;
+}
+
+template <Rule rule> HOSTDEV OptimizerFactors optimizer_factors(const StepState* state, const OptimizerConfig& config,
+                                                                float lr_factor, float weight_decay, double ratio)
+{
+    OptimizerFactors f;
+    f.grad_coef = (float)(state->grad_scale * state->clip_coef);
+    f.beta1 = config.beta1;
+    f.beta2 = config.beta2;
+    f.step_size = step_factor<rule>(state, lr_factor, ratio);
+    f.rsqrt_correction2 = (float)(1.0 / sqrt(state->bias_correction2));
+    f.eps = config.eps;
+    f.decay = decay_factor<rule>(state, lr_factor, weight_decay);
+    f.momentum = config.momentum;
+    f.dampening = config.dampening;
+    f.nesterov = config.nesterov;
+    return f;
+}
+
+/* LAMB's ratio from the sums of p^2 and u^2 of a tensor. */
+HOSTDEV double lamb_ratio(const double* sums)
+{
+    return sums[0] > 0.0 && sums[1] > 0.0 ? fmin(fmax(sqrt(sums[0] / sums[1]), 0.01), 10.0) : 1.0;
+}
+
+HOSTDEV float lamb_direction(float p, float m, float v, float eps, float weight_decay)
+{
+    return m / (sqrtf(v) + eps) + weight_decay * p;
+}
+
 /* The whole rule, for every build: the new parameter. Decay and step are added before p is rounded, so that a decay far
  * below p's last bit is not always rounded the same way. */
-HOSTDEV float adamw_element(float p, float g, float* m, float* v, AdamwFactors f)
+template <Rule rule> HOSTDEV float optimizer_element(float p, float* grad, float* m, float* v, OptimizerFactors f)
 {
-    g *= f.grad_coef;
+    if constexpr (rule == Rule::LAMB_STEP) return p - f.step_size * lamb_direction(p, *m, *v, f.eps, f.decay);
+    if constexpr (rule == Rule::MUON_STEP) return p - (f.decay * p + f.step_size * *grad);
+    float g = *grad * f.grad_coef;
+    if constexpr (rule == Rule::MUON_MOMENTUM) {
+        *m = f.momentum * *m + (1.0f - f.momentum) * g;
+        *grad = g + f.momentum * (*m - g);
+        return p;
+    }
+    if constexpr (decay_is_coupled(rule)) g += f.decay * p;
+    if constexpr (rule == Rule::SGD) {
+        *m = f.momentum * *m + (1.0f - f.dampening) * g;
+        return p - f.step_size * (f.nesterov ? g + f.momentum * *m : *m);
+    }
+    if constexpr (rule == Rule::LION) {
+        const float c = f.beta1 * *m + (1.0f - f.beta1) * g;
+        *m = f.beta2 * *m + (1.0f - f.beta2) * g;
+        return p - (f.decay * p + (c > 0.0f ? f.step_size : c < 0.0f ? -f.step_size : 0.0f));
+    }
+    if constexpr (rule == Rule::ADAGRAD) {
+        *v += g * g;
+        return p - f.step_size * g / (sqrtf(*v) + f.eps);
+    }
     *m = f.beta1 * *m + (1.0f - f.beta1) * g;
     *v = f.beta2 * *v + (1.0f - f.beta2) * g * g;
-    return p - (f.decay * p + f.step_size * *m / (sqrtf(*v) * f.rsqrt_correction2 + f.eps));
+    if constexpr (rule == Rule::LAMB_STATES) return p;
+    const float step = f.step_size * *m / (sqrtf(*v) * f.rsqrt_correction2 + f.eps);
+    return rule == Rule::ADAM ? p - step : p - (f.decay * p + step);
 }
+
+// ---- runs: where the rates change along a slice
+
+/* Run i ends before element end[i]; element e of it has its v at e - v_gap[i], and is number index[i] + e of all
+ * parameters. A run that is left out keeps its place. Given to the kernels by value. */
+static constexpr int OPTIMIZER_MAX_RUNS = 32;
+struct OptimizerRuns {
+    int num_runs;
+    size_t end[OPTIMIZER_MAX_RUNS], v_gap[OPTIMIZER_MAX_RUNS];
+    float weight_decay[OPTIMIZER_MAX_RUNS], lr_factor[OPTIMIZER_MAX_RUNS];
+    int tensor[OPTIMIZER_MAX_RUNS];                  // its place in LAMB's sums; -1 for all where nobody asks
+    bool left_out[OPTIMIZER_MAX_RUNS];
+    uint64_t index[OPTIMIZER_MAX_RUNS];
+};
+
+/* Adds a run up to `end`, or lengthens the last one if it is of the same kind. */
+static void runs_extend(OptimizerRuns* runs, size_t end, float weight_decay, float lr_factor, int tensor = -1,
+                        bool left_out = false, size_t v_gap = 0, uint64_t index = 0)
+{
+    const int last = runs->num_runs - 1;
+    if (last < 0 || runs->weight_decay[last] != weight_decay || runs->lr_factor[last] != lr_factor ||
+        runs->tensor[last] != tensor || runs->left_out[last] != left_out || runs->v_gap[last] != v_gap ||
+        runs->index[last] != index) {
+        ENSURE(runs->num_runs < OPTIMIZER_MAX_RUNS, "the rates change more than %d times in a slice: fewer "
+               "--param-group", OPTIMIZER_MAX_RUNS);
+        const int i = runs->num_runs++;
+        runs->weight_decay[i] = weight_decay;
+        runs->lr_factor[i] = lr_factor;
+        runs->tensor[i] = tensor;
+        runs->left_out[i] = left_out;
+        runs->v_gap[i] = v_gap;
+        runs->index[i] = index;
+    }
+    runs->end[runs->num_runs - 1] = end;
+}
+
+static size_t runs_elems(const OptimizerRuns* runs) { return runs->num_runs > 0 ? runs->end[runs->num_runs - 1] : 0; }
 
 #ifdef DEVICE_CPU
 
-/* Elements first.. (n <= VALUES_PIECE). */
-static void adamw_piece_cpu(const AdamwArrays& a, size_t first, size_t n, AdamwFactors f, uint64_t key, uint64_t index)
+/* n <= VALUES_PIECE elements of one run from the arrays' first on; the first is number `index` of all parameters. */
+template <Rule rule> static void optimizer_piece_cpu(const OptimizerArrays& a, size_t n, OptimizerFactors f,
+                                                     uint64_t key, uint64_t index)
 {
     float bufs[4][VALUES_PIECE];
     uint64_t random[VALUES_PIECE];
-    float *p = values_get(a.master, first, n, bufs[0]), *m = values_get(a.m, first, n, bufs[1]);
-    float *v = values_get(a.v, first, n, bufs[2]), *grad = values_get(a.grad, first, n, bufs[3]);
+    float* p = reads_param(rule) ? values_get(a.master, 0, n, bufs[0]) : nullptr;
+    float* grad = reads_grad(rule) ? values_get(a.grad, 0, n, bufs[1]) : nullptr;
+    float *m = reads_m(rule) ? values_get(a.m, 0, n, bufs[2]) : nullptr;
+    float *v = reads_v(rule) ? values_get(a.v, 0, n, bufs[3]) : nullptr;
     #pragma omp simd
-    for (size_t i = 0; i < n; i++) p[i] = adamw_element(p[i], grad[i], &m[i], &v[i], f);
-    random[0] = random_bits(key, index + first);
-    for (size_t i = 1; i < (adamw_rounds_at_random(a) ? n : 0); i++) random[i] = random_bits(key, index + first + i);
-    values_put_random(a.m, first, n, m, random, RANDOM_M);
-    values_put_random(a.v, first, n, v, random, RANDOM_V);
-    values_put_random(a.master, first, n, p, random, RANDOM_WEIGHT);
+    for (size_t i = 0; i < n; i++) {
+        float g = reads_grad(rule) ? grad[i] : 0.0f, new_m = reads_m(rule) ? m[i] : 0.0f;
+        float new_v = reads_v(rule) ? v[i] : 0.0f;
+        const float new_p = optimizer_element<rule>(reads_param(rule) ? p[i] : 0.0f, &g, &new_m, &new_v, f);
+        if (reads_m(rule) && writes_states(rule)) m[i] = new_m;
+        if (reads_v(rule) && writes_states(rule)) v[i] = new_v;
+        if (writes_grad(rule)) grad[i] = g;
+        if (reads_param(rule)) p[i] = new_p;
+    }
+    random[0] = random_bits(key, index);
+    for (size_t i = 1; i < (rounds_at_random(a) ? n : 0); i++) random[i] = random_bits(key, index + i);
+    if (reads_m(rule) && writes_states(rule)) values_put_random(a.m, 0, n, m, random, RANDOM_M);
+    if (reads_v(rule) && writes_states(rule)) values_put_random(a.v, 0, n, v, random, RANDOM_V);
+    if (writes_grad(rule)) values_put(a.grad, 0, n, grad);
+    if (reads_param(rule)) values_put_random(a.master, 0, n, p, random, RANDOM_WEIGHT);
     #pragma omp simd
-    for (size_t i = 0; i < (adamw_has_copy(a) ? n : 0); i++) store_weight(a.param + first + i, p[i]);
+    for (size_t i = 0; i < (reads_param(rule) && has_copy(a) ? n : 0); i++) store_weight(a.param + i, p[i]);
 }
 
-static void adamw_update_runs_cpu(const AdamwArrays& a, const AdamwRuns* runs, float beta1, float beta2, float eps,
-                                  uint64_t seed, const StepState* state)
+template <Rule rule> static void optimizer_update_cpu(const OptimizerArrays& a, const OptimizerRuns* runs,
+                                                      const OptimizerConfig& config, const double* sums,
+                                                      const StepState* state)
 {
     if (state->skip != Skip::NONE) return;
-    size_t first = 0;
-    for (int run = 0; run < runs->num_runs; first = runs->end[run++]) {
-        const AdamwFactors f = adamw_factors(state, runs->weight_decay[run], beta1, beta2, eps);
-        const size_t end = runs->end[run];
-        const uint64_t key = adamw_random_key(seed, state), index = runs->index[run];
+    const uint64_t key = random_key(config.seed, state);
+    for (int run = 0; run < runs->num_runs; run++) {
+        const size_t first = run > 0 ? runs->end[run - 1] : 0, end = runs->end[run], v_gap = runs->v_gap[run];
+        const double ratio = rule == Rule::LAMB_STEP ? lamb_ratio(sums + 2 * runs->tensor[run]) : 1.0;
+        const uint64_t index = runs->index[run];
+        if (runs->left_out[run]) continue;
+        const OptimizerFactors f = optimizer_factors<rule>(state, config, runs->lr_factor[run],
+                                                           runs->weight_decay[run], ratio);
         #pragma omp parallel for schedule(static)
-        for (size_t i = first; i < end; i += VALUES_PIECE)
-            adamw_piece_cpu(a, i, end - i < VALUES_PIECE ? end - i : VALUES_PIECE, f, key, index);
+        for (size_t i = first; i < end; i += VALUES_PIECE) {
+            OptimizerArrays piece = optimizer_arrays_from(a, i);
+            piece.v = values_from(a.v, i - v_gap);
+            optimizer_piece_cpu<rule>(piece, end - i < VALUES_PIECE ? end - i : VALUES_PIECE, f, key, index + i);
+        }
     }
 }
 
 #else
 
-static constexpr int ADAMW_BLOCK = 256;
+static constexpr int OPTIMIZER_BLOCK = 256;
 
-DEV void adamw_one(const AdamwArrays& a, size_t i, AdamwFactors f, uint64_t random)
+/* One vector of W a thread; where a run ends within it, element by element. In fp32 param is the master. At any
+ * precision W = 4: a warp's 16 bytes of fp32 a thread lie side by side, and so do the 8 bytes of a 16-bit param; with
+ * 8 elements a thread each request touched every sector of twice its bytes. */
+template <Rule rule, int W> static __global__ void __launch_bounds__(OPTIMIZER_BLOCK, 4)
+optimizer_kernel(OptimizerArrays a, OptimizerRuns runs, OptimizerConfig config, const double* sums,
+                 const StepState* state)
 {
-    float m = value_load(a.m, i), v = value_load(a.v, i);
-    const float p = adamw_element(value_load(a.master, i), value_load(a.grad, i), &m, &v, f);
-    value_store_random(a.m, i, m, (uint32_t)(random >> RANDOM_M));
-    value_store_random(a.v, i, v, (uint32_t)(random >> RANDOM_V));
-    value_store_random(a.master, i, p, (uint32_t)(random >> RANDOM_WEIGHT));
-    if (adamw_has_copy(a)) store_weight(a.param + i, p);
-}
-
-/* One vector of W a thread; where a run ends within it, element by element. At any precision W = 4: a warp's 16 bytes
- * of fp32 a thread lie side by side, and so do the 8 bytes of what has 16 bits; with 8 elements a thread each request
- * touched every sector of twice its bytes. */
-template <int W> static __global__ void __launch_bounds__(ADAMW_BLOCK, 4)
-adamw_kernel(AdamwArrays a, AdamwRuns runs, float beta1, float beta2, float eps, uint64_t seed, const StepState* state)
-{
-    const size_t first = ((size_t)blockIdx.x * ADAMW_BLOCK + threadIdx.x) * W, n = runs.end[runs.num_runs - 1];
+    const size_t first = ((size_t)blockIdx.x * OPTIMIZER_BLOCK + threadIdx.x) * W, n = runs.end[runs.num_runs - 1];
     if (state->skip != Skip::NONE || first >= n) return;
-    const bool at_random = adamw_rounds_at_random(a);
-    const uint64_t key = at_random ? adamw_random_key(seed, state) : 0;
+    const bool at_random = rounds_at_random(a);
+    const uint64_t key = at_random ? random_key(config.seed, state) : 0;
     size_t i = first;
     int run = 0;
     while (runs.end[run] <= i) run++;
-    AdamwFactors f = adamw_factors(state, runs.weight_decay[run], beta1, beta2, eps);
+    const double ratio = rule == Rule::LAMB_STEP ? lamb_ratio(sums + 2 * runs.tensor[run]) : 1.0;
+    OptimizerFactors f = optimizer_factors<rule>(state, config, runs.lr_factor[run], runs.weight_decay[run], ratio);
     if (i + W <= runs.end[run]) {
-        float p[W], g[W], m[W], v[W];
+        if (runs.left_out[run]) return;
+        const size_t v_at = i - runs.v_gap[run];
+        float p[W] = {}, g[W] = {}, m[W] = {}, v[W] = {};
         uint64_t random[W] = {};
-        values_load(p, a.master, i);
-        values_load(g, a.grad, i);
-        values_load(m, a.m, i);
-        values_load(v, a.v, i);
+        if constexpr (reads_param(rule)) values_load(p, a.master, i);
+        if constexpr (reads_grad(rule)) values_load(g, a.grad, i);
+        if constexpr (reads_m(rule)) values_load(m, a.m, i);
+        if constexpr (reads_v(rule)) values_load(v, a.v, v_at);
 #pragma unroll
         for (int k = 0; k < W; k++) {
-            p[k] = adamw_element(p[k], g[k], &m[k], &v[k], f);
+            p[k] = optimizer_element<rule>(p[k], &g[k], &m[k], &v[k], f);
             if (at_random) random[k] = random_bits(key, runs.index[run] + i + k);
         }
-        values_store(a.m, i, m, random, RANDOM_M);
-        values_store(a.v, i, v, random, RANDOM_V);
-        values_store(a.master, i, p, random, RANDOM_WEIGHT);
-        if (adamw_has_copy(a)) weights_store(a.param + i, p);
+        if constexpr (reads_m(rule) && writes_states(rule)) values_store(a.m, i, m, random, RANDOM_M);
+        if constexpr (reads_v(rule) && writes_states(rule)) values_store(a.v, v_at, v, random, RANDOM_V);
+        if constexpr (writes_grad(rule)) values_store(a.grad, i, g);
+        if constexpr (reads_param(rule)) values_store(a.master, i, p, random, RANDOM_WEIGHT);
+        if (reads_param(rule) && has_copy(a)) weights_store(a.param + i, p);
     } else {
         for (; i < first + W && i < n; i++) {
-            for (; runs.end[run] <= i; run++)
-                f.decay = (float)(state->lr * (double)runs.weight_decay[run + 1]);
-            adamw_one(a, i, f, at_random ? random_bits(key, runs.index[run] + i) : 0);
+            for (; runs.end[run] <= i; run++) {
+                const double next = rule == Rule::LAMB_STEP ? lamb_ratio(sums + 2 * runs.tensor[run + 1]) : 1.0;
+                f.decay = decay_factor<rule>(state, runs.lr_factor[run + 1], runs.weight_decay[run + 1]);
+                f.step_size = step_factor<rule>(state, runs.lr_factor[run + 1], next);
+            }
+            if (runs.left_out[run]) continue;
+            const size_t v_at = i - runs.v_gap[run];
+            const uint64_t random = at_random ? random_bits(key, runs.index[run] + i) : 0;
+            float g = reads_grad(rule) ? value_load(a.grad, i) : 0.0f, m = reads_m(rule) ? value_load(a.m, i) : 0.0f;
+            float v = reads_v(rule) ? value_load(a.v, v_at) : 0.0f;
+            const float p = optimizer_element<rule>(reads_param(rule) ? value_load(a.master, i) : 0.0f, &g, &m, &v, f);
+            if constexpr (reads_m(rule) && writes_states(rule))
+                value_store_random(a.m, i, m, (uint32_t)(random >> RANDOM_M));
+            if constexpr (reads_v(rule) && writes_states(rule))
+                value_store_random(a.v, v_at, v, (uint32_t)(random >> RANDOM_V));
+            if constexpr (writes_grad(rule)) value_store(a.grad, i, g);
+            if constexpr (reads_param(rule))
+                value_store_random(a.master, i, p, (uint32_t)(random >> RANDOM_WEIGHT));
+            if (reads_param(rule) && has_copy(a)) store_weight(a.param + i, p);
         }
     }
 }
 
 #endif
 
-/* In one launch. */
-static void adamw_update_runs(const AdamwArrays& a, const AdamwRuns* runs, float beta1, float beta2, float eps,
-                              uint64_t seed, const StepState* state, cudaStream_t stream)
+/* One rule over all runs, in one launch. sums is LAMB's. */
+template <Rule rule> static void optimizer_update(const OptimizerArrays& a, const OptimizerRuns* runs,
+                                                  OptimizerConfig config, const double* sums, const StepState* state,
+                                                  cudaStream_t stream)
 {
-    if (runs->num_runs == 0) return;
-    ON_CPU(adamw_update_runs_cpu(a, runs, beta1, beta2, eps, seed, state));
+    bool all_left_out = true;
+    for (int run = 0; run < runs->num_runs; run++) all_left_out = all_left_out && runs->left_out[run];
+    if (all_left_out) return;
+    ON_CPU(optimizer_update_cpu<rule>(a, runs, config, sums, state));
 #ifndef DEVICE_CPU
-    const size_t n = runs->end[runs->num_runs - 1];
+    const size_t n = runs_elems(runs);
     bool vec = (uintptr_t)a.param % (4 * sizeof(floatX)) == 0;
     for (const Values* values : {&a.master, &a.m, &a.v, &a.grad}) vec = vec && values_are_vec(*values, 4);
+    for (int run = 0; run < runs->num_runs; run++) vec = vec && runs->v_gap[run] % 4 == 0;
     if (vec)
-        LAUNCH((adamw_kernel<4>), (unsigned)ceil_div(n, ADAMW_BLOCK * 4), ADAMW_BLOCK, 0, stream, a, *runs, beta1,
-               beta2, eps, seed, state);
+        LAUNCH((optimizer_kernel<rule, 4>), (unsigned)ceil_div(n, OPTIMIZER_BLOCK * 4), OPTIMIZER_BLOCK, 0, stream, a,
+               *runs, config, sums, state);
     else
-        LAUNCH((adamw_kernel<1>), (unsigned)ceil_div(n, ADAMW_BLOCK), ADAMW_BLOCK, 0, stream, a, *runs, beta1, beta2,
-               eps, seed, state);
+        LAUNCH((optimizer_kernel<rule, 1>), (unsigned)ceil_div(n, OPTIMIZER_BLOCK), OPTIMIZER_BLOCK, 0, stream, a,
+               *runs, config, sums, state);
     CUDA_CHECK(cudaGetLastError());
 #endif
 }
 
-static void adamw_update(const AdamwArrays& a, size_t n, float weight_decay, float beta1, float beta2, float eps,
-                         uint64_t seed, const StepState* state, cudaStream_t stream)
+// ---- LAMB: norms of tensors
+
+static constexpr int LAMB_PARTS = 64;                // partial sums of a run
+static size_t lamb_scratch_elems() { return (size_t)OPTIMIZER_MAX_RUNS * LAMB_PARTS * 2; }
+
+#ifdef DEVICE_CPU
+
+static void lamb_norms_cpu(double* sums, double* scratch, const Values& master, const Values& m, const Values& v,
+                           const OptimizerRuns* runs, float eps)
 {
-    AdamwRuns runs = {};
-    if (n > 0) adamw_runs_extend(&runs, n, weight_decay);
-    adamw_update_runs(a, &runs, beta1, beta2, eps, seed, state, stream);
+    #pragma omp parallel for
+    for (int idx = 0; idx < runs->num_runs * LAMB_PARTS; idx++) {
+        const int run = idx / LAMB_PARTS, part = idx % LAMB_PARTS;
+        const size_t first = run > 0 ? runs->end[run - 1] : 0, n = runs->end[run] - first;
+        double p2 = 0.0, u2 = 0.0;
+        for (size_t i = first + n * part / LAMB_PARTS; i < first + n * (part + 1) / LAMB_PARTS; i++) {
+            const float p = value_load(master, i);
+            const float u = lamb_direction(p, value_load(m, i), value_load(v, i), eps, runs->weight_decay[run]);
+            p2 += (double)p * (double)p;
+            u2 += (double)u * (double)u;
+        }
+        scratch[2 * idx] = p2;
+        scratch[2 * idx + 1] = u2;
+    }
+    for (int idx = 0; idx < runs->num_runs * LAMB_PARTS; idx++)
+        for (int k = 0; k < 2; k++) sums[2 * runs->tensor[idx / LAMB_PARTS] + k] += scratch[2 * idx + k];
+}
+
+#else
+
+/* grid (LAMB_PARTS, runs) */
+static __global__ void __launch_bounds__(OPTIMIZER_BLOCK)
+lamb_norms_kernel(double* scratch, Values master, Values m, Values v, OptimizerRuns runs, float eps)
+{
+    SHARED(double, partial, [2][32]);
+    const int run = blockIdx.y;
+    const float weight_decay = runs.weight_decay[run];
+    double p2 = 0.0, u2 = 0.0;
+    size_t i = (run > 0 ? runs.end[run - 1] : 0) + (size_t)blockIdx.x * OPTIMIZER_BLOCK + threadIdx.x;
+    for (; i < runs.end[run]; i += (size_t)LAMB_PARTS * OPTIMIZER_BLOCK) {
+        const float p = value_load(master, i);
+        const float u = lamb_direction(p, value_load(m, i), value_load(v, i), eps, weight_decay);
+        p2 += (double)p * (double)p;
+        u2 += (double)u * (double)u;
+    }
+    p2 = block_sum(p2, partial[0]);
+    u2 = block_sum(u2, partial[1]);
+    if (threadIdx.x == 0) {
+        scratch[2 * (run * LAMB_PARTS + blockIdx.x)] = p2;
+        scratch[2 * (run * LAMB_PARTS + blockIdx.x) + 1] = u2;
+    }
+}
+
+/* A block of LAMB_PARTS threads a run: no two runs of a launch are of one tensor. */
+static __global__ void __launch_bounds__(LAMB_PARTS)
+lamb_norms_finish_kernel(double* sums, const double* scratch, OptimizerRuns runs)
+{
+    SHARED(double, partial, [2][32]);
+    const double* mine = scratch + 2 * (blockIdx.x * LAMB_PARTS + threadIdx.x);
+    const double p2 = block_sum(mine[0], partial[0]), u2 = block_sum(mine[1], partial[1]);
+    if (threadIdx.x > 0) return;
+    sums[2 * runs.tensor[blockIdx.x]] += p2;
+    sums[2 * runs.tensor[blockIdx.x] + 1] += u2;
+}
+
+#endif
+
+/* Adds the sums of p^2 and u^2 of each run to those of its tensor. */
+static void lamb_norms(double* sums, double* scratch, Values master, Values m, Values v, const OptimizerRuns* runs,
+                       float eps, cudaStream_t stream)
+{
+    if (runs->num_runs == 0) return;
+    ON_CPU(lamb_norms_cpu(sums, scratch, master, m, v, runs, eps));
+#ifndef DEVICE_CPU
+    LAUNCH(lamb_norms_kernel, dim3(LAMB_PARTS, runs->num_runs), OPTIMIZER_BLOCK, 0, stream, scratch, master, m, v,
+           *runs, eps);
+    CUDA_CHECK(cudaGetLastError());
+    LAUNCH(lamb_norms_finish_kernel, runs->num_runs, LAMB_PARTS, 0, stream, sums, scratch, *runs);
+    CUDA_CHECK(cudaGetLastError());
+#endif
 }
 
 #ifdef OP_TESTS
 
-template <class R> static void adamw_ref(R* param, R* m, R* v, const R* grad, size_t n, R lr, R coef, R weight_decay,
-                                         R beta1, R beta2, R eps, R bias_correction1, R bias_correction2)
+static OptimizerConfig optimizer_test_config(float eps)
 {
-    for (size_t i = 0; i < n; i++) {
-        const R g = grad[i] * coef;
-        m[i] = beta1 * m[i] + (1 - beta1) * g;
-        v[i] = beta2 * v[i] + (1 - beta2) * g * g;
-        const R step = lr * (m[i] / bias_correction1) / (std::sqrt(v[i] / bias_correction2) + eps);
-        param[i] = param[i] * (1 - lr * weight_decay) - step;
+    return {Optimizer::ADAMW, 0.9f, 0.95f, eps, 0.8f, 0.1f, true, 1};
+}
+
+/* One element by the formulas at the top; g is unscaled and clipped. */
+template <class R> static void optimizer_ref(Rule rule, R* param, R* grad, R* m, R* v, R g, R lr, R wd, R ratio,
+                                             const OptimizerConfig& c, const StepState* s)
+{
+    const R b1 = c.beta1, b2 = c.beta2, eps = c.eps, mu = c.momentum, bc1 = (R)s->bias_correction1;
+    const R bc2 = (R)s->bias_correction2, p = *param;
+    const bool coupled = rule == Rule::ADAM || rule == Rule::SGD || rule == Rule::ADAGRAD;
+    if (coupled) g += wd * p;
+    if (rule == Rule::SGD) {
+        *m = mu * *m + (1 - (R)c.dampening) * g;
+        *param = p - lr * (c.nesterov ? g + mu * *m : *m);
+    } else if (rule == Rule::LION) {
+        const R sum = b1 * *m + (1 - b1) * g;
+        *param = p * (1 - lr * wd) - lr * (R)((sum > 0) - (sum < 0));
+        *m = b2 * *m + (1 - b2) * g;
+    } else if (rule == Rule::ADAGRAD) {
+        *v += g * g;
+        *param = p - lr * g / (std::sqrt(*v) + eps);
+    } else if (rule == Rule::MUON_MOMENTUM) {
+        *m = mu * *m + (1 - mu) * g;
+        *grad = g + mu * (*m - g);
+    } else if (rule == Rule::MUON_STEP) {
+        *param = p * (1 - lr * wd) - lr * *grad;
+    } else if (rule == Rule::LAMB_STEP) {
+        *param = p - lr * std::sqrt(bc2) / bc1 * ratio * (*m / (std::sqrt(*v) + eps) + wd * p);
+    } else {
+        *m = b1 * *m + (1 - b1) * g;
+        *v = b2 * *v + (1 - b2) * g * g;
+        const R step = lr * (*m / bc1) / (std::sqrt(*v / bc2) + eps);
+        if (rule == Rule::ADAMW) *param = p * (1 - lr * wd) - step;
+        if (rule == Rule::ADAM) *param = p - step;
     }
 }
 
 /* A step in the middle of a run: t = 3, clipped, half of the nominal tokens counted. */
-static StepState adamw_test_state(bool skip)
+static StepState optimizer_test_state(bool skip)
 {
     StepState state = step_state_init(STEP_TEST_CONFIG, 1.0);
     const double sums[NUM_STEP_SUMS] = {9.0, skip ? 1.0 : 0.0, 0.5, 1.0};
@@ -240,157 +517,88 @@ static StepState adamw_test_state(bool skip)
     return state;
 }
 
-/* Weight decays of a slice of n: 0.1, or with `cuts` also 0 in two runs that end within vectors. */
-static AdamwRuns adamw_test_runs(size_t n, bool cuts)
+/* Rates of a slice of n: one run, or with `cuts` five that end within vectors, each a tensor of its own, the second
+ * without decay, the third left out, those behind it with a v that has a gap. */
+static OptimizerRuns optimizer_test_runs(size_t n, bool cuts)
 {
-    AdamwRuns runs = {};
-    if (cuts) adamw_runs_extend(&runs, n / 3 + 1, 0.1f);
-    if (cuts) adamw_runs_extend(&runs, n / 3 + 2, 0.0f);
-    if (cuts) adamw_runs_extend(&runs, n / 2, 0.1f);
-    if (cuts) adamw_runs_extend(&runs, n - 1, 0.0f);
-    adamw_runs_extend(&runs, n, 0.1f);
+    OptimizerRuns runs = {};
+    if (cuts) runs_extend(&runs, n / 3 + 1, 0.1f, 1.0f, 1);
+    if (cuts) runs_extend(&runs, n / 3 + 2, 0.0f, 1.0f, 2);
+    if (cuts) runs_extend(&runs, n / 2, 0.1f, 1.0f, 3, true);
+    const size_t gap = cuts ? n / 2 - (n / 3 + 2) : 0;
+    if (cuts) runs_extend(&runs, n - 1, 0.0f, 0.5f, 4, false, gap);
+    runs_extend(&runs, n, 0.1f, 0.25f, 0, false, gap);
     return runs;
 }
 
+/* Sums of p^2 and u^2 of five tensors: an ordinary ratio, both ends of the clamp, no norm. */
+static const double LAMB_TEST_SUMS[10] = {4.0, 1.0, 1.0, 4.0, 1e-9, 1.0, 1e6, 1.0, 0.0, 1.0};
+
 /* dims: n, elements by which the tensors are shifted off their alignment, 1 to skip the step, 1 for several runs. */
-static void adamw_test(OpRun* run)
+template <Rule rule> static void optimizer_test(OpRun* run)
 {
     const size_t n = (size_t)run->dims[0], shift = (size_t)run->dims[1], whole = n + shift;
-    const bool skip = run->dims[2] != 0;
-    const float beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f;
-    const AdamwRuns runs = adamw_test_runs(n, run->dims[3] != 0);
+    const bool skip = run->dims[2] != 0, is_16bit = sizeof(floatX) < sizeof(float);
+    const OptimizerConfig config = optimizer_test_config(1e-8f);
+    const OptimizerRuns runs = optimizer_test_runs(n, run->dims[3] != 0);
     OpTensor<float> master = op_inout<float>(run, "master", whole, 0.0, 0.02);
     OpTensor<floatX> param = op_inout<floatX>(run, "param", whole, 0.0, 0.02);
     OpTensor<float> m = op_inout<float>(run, "m", whole, 0.0, 1e-3), v = op_inout<float>(run, "v", whole, 1e-3, 2e-4);
-    OpTensor<float> grad = op_input<float>(run, "grad", whole, 0.0, 0.05);
-    const StepState s = adamw_test_state(skip);
+    OpTensor<float> grad = op_inout<float>(run, "grad", whole, 0.0, 0.05);
+    const double* sums = (const double*)op_bytes(run, "sums", OpKind::INPUT, LAMB_TEST_SUMS, sizeof LAMB_TEST_SUMS);
+    const StepState s = optimizer_test_state(skip);
     const StepState* state = (const StepState*)op_bytes(run, "state", OpKind::INPUT, &s, sizeof s);
-    const bool is_16bit = sizeof(floatX) < sizeof(float);
-    OP_RUN(run, n * (24.0 + (is_16bit ? 6.0 : 4.0)), 0,
-           adamw_update_runs(adamw_arrays_from(adamw_arrays(param.dev, is_16bit ? master.dev : nullptr, m.dev, v.dev,
-                                                            grad.dev), shift),
-                             &runs, beta1, beta2, eps, 1, state, 0));
+    const double bytes = reads_param(rule) * (is_16bit ? 10 : 8) + (reads_m(rule) + reads_v(rule)) *
+                         (writes_states(rule) ? 8 : 4) + reads_grad(rule) * 4 + writes_grad(rule) * 4;
+    OP_RUN(run, n * bytes, 0,
+           optimizer_update<rule>(optimizer_arrays_from(optimizer_arrays(param.dev, is_16bit ? master.dev : nullptr,
+                                                                         m.dev, v.dev, grad.dev), shift),
+                                  &runs, config, sums, state, 0));
     double* p64 = (is_16bit ? master.f64 : param.f64) + shift;
     float* p32 = (is_16bit ? master.f32 : param.f32) + shift;
     const double coef = s.grad_scale * s.clip_coef;
-    if (!skip) {
-        for (size_t k = 0, first = 0; k < (size_t)runs.num_runs; first = runs.end[k++]) {
-            const size_t at = shift + first, count = runs.end[k] - first;
-            const float decay = runs.weight_decay[k];
-            adamw_ref(p64 + first, m.f64 + at, v.f64 + at, grad.f64 + at, count, s.lr, coef, (double)decay,
-                      (double)beta1, (double)beta2, (double)eps, s.bias_correction1, s.bias_correction2);
-            adamw_ref(p32 + first, m.f32 + at, v.f32 + at, grad.f32 + at, count, (float)s.lr, (float)coef, decay, beta1,
-                      beta2, eps, (float)s.bias_correction1, (float)s.bias_correction2);
-        }
-        for (size_t i = shift; is_16bit && i < whole; i++) {
-            param.f64[i] = master.f64[i];
-            param.f32[i] = master.f32[i];
-        }
+    for (size_t i = 0, k = 0; i < n && !skip; i++) {
+        while (runs.end[k] <= i) k++;
+        if (runs.left_out[k]) continue;
+        const size_t at = shift + i, v_at = at - runs.v_gap[k];
+        const double lr = s.lr * (double)runs.lr_factor[k], wd = runs.weight_decay[k];
+        const double ratio = lamb_ratio(LAMB_TEST_SUMS + 2 * runs.tensor[k]);
+        optimizer_ref<double>(rule, p64 + i, grad.f64 + at, m.f64 + at, v.f64 + v_at, grad.f64[at] * coef, lr, wd,
+                              ratio, config, &s);
+        optimizer_ref<float>(rule, p32 + i, grad.f32 + at, m.f32 + at, v.f32 + v_at, grad.f32[at] * (float)coef,
+                             (float)lr, (float)wd, (float)ratio, config, &s);
+        if (!is_16bit || !reads_param(rule)) continue;
+        param.f64[at] = master.f64[at];
+        param.f32[at] = master.f32[at];
     }
     op_check(run, master);
     op_check(run, param);
     op_check(run, m);
+    op_check(run, grad);
     op_check_relative(run, v);
 }
 
-/* States of other storage. dims: n, elements by which the tensors are shifted, Dtype of the master (BF16: none), 1 for
- * m and v in bf16, 1 for a gradient in 16 bits. The run's first element is number 77 of all parameters. */
-template <class S, class G> static void adamw_storage_run(OpRun* run, Dtype master_dtype)
+/* LAMB's sums. dims: n, shift, unused, 1 for several runs. */
+static void lamb_norms_test(OpRun* run)
 {
     const size_t n = (size_t)run->dims[0], shift = (size_t)run->dims[1], whole = n + shift;
-    AdamwRuns runs = {};
-    if (n > 3) adamw_runs_extend(&runs, n / 2 + 1, 0.1f, 77);
-    adamw_runs_extend(&runs, n, 0.1f, 78);
-    OpTensor<floatX> param = op_inout<floatX>(run, "param", whole, 0.0, 0.02);
-    OpTensor<S> m = op_inout<S>(run, "m", whole, 0.0, 1e-3), v = op_inout<S>(run, "v", whole, 1e-3, 2e-4);
-    OpTensor<G> grad = op_input<G>(run, "grad", whole, 0.0, 0.05);
-    unsigned short* h_low = (unsigned short*)op_host(run, whole);
-    for (size_t i = 0; i < whole; i++) h_low[i] = (unsigned short)op_random(99, i);
-    const StepState s = adamw_test_state(false);
-    const StepState* state = (const StepState*)op_bytes(run, "state", OpKind::INPUT, &s, sizeof s);
-    const bool split = master_dtype == Dtype::SPLIT;
-    const Dtype state_dtype = sizeof(S) == 2 ? Dtype::BF16 : Dtype::FP32;
-    unsigned short* low = nullptr;
-    if (split) low = (unsigned short*)op_bytes(run, "low", OpKind::INOUT, h_low, whole * sizeof *h_low);
-    const Dtype grad_dtype = sizeof(G) == 2 ? FLOATX_DTYPE : Dtype::FP32;
-    const AdamwArrays a = {param.dev, {param.dev, master_dtype, low}, {m.dev, state_dtype, nullptr},
-                           {v.dev, state_dtype, nullptr}, {grad.dev, grad_dtype, nullptr}};
-    OP_RUN(run, n * (2.0 * sizeof(floatX) + (split ? 4.0 : 0.0) + 4.0 * sizeof(S) + sizeof(G)), 0,
-           adamw_update_runs(adamw_arrays_from(a, shift), &runs, 0.9f, 0.95f, 1e-8f, 5, state, 0));
-    const unsigned short* h_param = (const unsigned short*)op_start_bytes(run, "param");
-    for (size_t i = 0; split && i < whole; i++) param.f64[i] = param.f32[i] = split_join(h_param[i], h_low[i]);
-    const double coef = s.grad_scale * s.clip_coef;
-    adamw_ref(param.f64 + shift, m.f64 + shift, v.f64 + shift, grad.f64 + shift, n, s.lr, coef, (double)0.1f,
-              (double)0.9f, (double)0.95f, (double)1e-8f, s.bias_correction1, s.bias_correction2);
-    adamw_ref(param.f32 + shift, m.f32 + shift, v.f32 + shift, grad.f32 + shift, n, (float)s.lr, (float)coef, 0.1f,
-              0.9f, 0.95f, 1e-8f, (float)s.bias_correction1, (float)s.bias_correction2);
-    op_check(run, param);
-    op_check(run, m);
-    op_check_relative(run, v);
-    if (!split) return;
-    const unsigned short *high = (const unsigned short*)op_result(run, "param");
-    double err_ours = 0, err_plain = 0, largest = 0;
-    low = (unsigned short*)op_result(run, "low");
-    for (size_t i = shift; i < whole; i++) {
-        err_ours = fmax(err_ours, fabs((double)split_join(high[i], low[i]) - param.f64[i]));
-        err_plain = fmax(err_plain, fabs((double)param.f32[i] - param.f64[i]));
-        largest = fmax(largest, fabs(param.f64[i]));
+    const OptimizerRuns runs = optimizer_test_runs(n, run->dims[3] != 0);
+    OpTensor<float> p = op_input<float>(run, "p", whole, 0.0, 0.02), m = op_input<float>(run, "m", whole, 0.0, 1e-3);
+    OpTensor<float> v = op_input<float>(run, "v", whole, 1e-3, 2e-4);
+    double *scratch = op_scratch<double>(run, lamb_scratch_elems()), h_sums[10], truth[10] = {};
+    for (int k = 0; k < 10; k++) h_sums[k] = truth[k] = k;   // added to
+    double* sums = (double*)op_bytes(run, "sums", OpKind::INOUT, h_sums, sizeof h_sums);
+    OP_RUN(run, 12.0 * n, 0, lamb_norms(sums, scratch, values_of(p.dev + shift), values_of(m.dev + shift),
+                                        values_of(v.dev + shift), &runs, 1e-8f, 0));
+    for (size_t i = 0, k = 0; i < n; i++) {
+        while (runs.end[k] <= i) k++;
+        const double x = p.f64[shift + i];
+        const double u = m.f64[shift + i] / (sqrt(v.f64[shift + i]) + 1e-8) + (double)runs.weight_decay[k] * x;
+        truth[2 * runs.tensor[k]] += x * x;
+        truth[2 * runs.tensor[k] + 1] += u * u;
     }
-    op_verdict(run, "split master", err_ours, 2 * err_plain + largest * op_step((const float*)nullptr));
-}
-
-static void adamw_storage_test(OpRun* run)
-{
-    const Dtype master = (Dtype)run->dims[2];
-    if (master == Dtype::SPLIT ? FLOATX_DTYPE != Dtype::BF16 : master != FLOATX_DTYPE) return;
-    if (run->dims[3] && run->dims[4]) adamw_storage_run<__nv_bfloat16, floatX>(run, master);
-    else if (run->dims[3]) adamw_storage_run<__nv_bfloat16, float>(run, master);
-    else if (run->dims[4]) adamw_storage_run<float, floatX>(run, master);
-    else adamw_storage_run<float, float>(run, master);
-}
-
-/* Three steps with an fp32 master, and three with a split one of the same values: the same bits. */
-static void adamw_split_steps(const AdamwArrays& whole, const AdamwArrays& split, size_t n, const StepState* state)
-{
-    for (int step = 0; step < 3; step++) {
-        adamw_update(whole, n, 0.1f, 0.9f, 0.95f, 1e-8f, 1, state, 0);
-        adamw_update(split, n, 0.1f, 0.9f, 0.95f, 1e-8f, 1, state, 0);
-    }
-}
-
-static void adamw_split_test(OpRun* run)
-{
-    const size_t n = (size_t)run->dims[0];
-    if (FLOATX_DTYPE != Dtype::BF16) return;
-    OpTensor<float> master = op_inout<float>(run, "master", n, 0.0, 0.02), m = op_inout<float>(run, "m", n, 0.0, 1e-3);
-    OpTensor<float> v = op_inout<float>(run, "v", n, 1e-3, 2e-4), grad = op_input<float>(run, "grad", n, 0.0, 0.05);
-    floatX* param = (floatX*)op_bytes(run, "param", OpKind::INOUT, nullptr, n * 2);
-    unsigned short *h_split = (unsigned short*)op_host(run, n), *h_low = (unsigned short*)op_host(run, n);
-    float* h_master = (float*)op_start_bytes(run, "master");
-    for (size_t i = 0; i < n; i += 5) h_master[i] = bits_float((float_bits(h_master[i]) & 0xffff0000u) | 0x8000u);
-    op_upload(run, "master");                                            // each fifth halfway between two bf16
-    for (size_t i = 0; i < n; i++) {
-        h_split[i] = bf16_nearest_bits(h_master[i]);
-        h_low[i] = split_low(h_master[i]);
-        op_check_value(run, "joined", split_join(h_split[i], h_low[i]), h_master[i], 0.0);
-        if (run->num_failed > 0) return;
-    }
-    floatX* split = (floatX*)op_bytes(run, "split", OpKind::INOUT, h_split, n * 2);
-    unsigned short* low = (unsigned short*)op_bytes(run, "low", OpKind::INOUT, h_low, n * 2);
-    float* m2 = (float*)op_bytes(run, "m2", OpKind::INOUT, op_start_bytes(run, "m"), n * 4);
-    float* v2 = (float*)op_bytes(run, "v2", OpKind::INOUT, op_start_bytes(run, "v"), n * 4);
-    const StepState s = adamw_test_state(false);
-    const StepState* state = (const StepState*)op_bytes(run, "state", OpKind::INPUT, &s, sizeof s);
-    const AdamwArrays whole = adamw_arrays(param, master.dev, m.dev, v.dev, grad.dev);
-    AdamwArrays other = adamw_arrays(split, nullptr, m2, v2, grad.dev);
-    other.master = Values{split, Dtype::SPLIT, low};
-    OP_RUN(run, 0, 0, adamw_split_steps(whole, other, n, state));
-    const unsigned short *high = (const unsigned short*)op_result(run, "split");
-    const unsigned short *rest = (const unsigned short*)op_result(run, "low");
-    const float* ours = (const float*)op_result(run, "master");
-    double num_different = memcmp(high, op_result(run, "param"), n * 2) != 0;
-    for (size_t i = 0; i < n; i++) num_different += float_bits(split_join(high[i], rest[i])) != float_bits(ours[i]);
-    op_check_value(run, "different from the fp32 master's", num_different, 0.0, 0.0);
+    const double* ours = (const double*)op_result(run, "sums");
+    for (int k = 0; k < 10; k++) op_check_value(run, "sum", ours[k], truth[k], 1e-6 * truth[k]);   // u is a float
 }
 
 /* Five parameters worked out by hand: gradient (0.2, -0.3, -0.05, -0.05, 0.2) with norm 0.418330, one step from zero at
@@ -417,12 +625,15 @@ static void adamw_trial_test(OpRun* run)
     float* master = (float*)op_bytes(run, "master", OpKind::INOUT, ZERO, sizeof ZERO);
     float* m = (float*)op_bytes(run, "m", OpKind::INOUT, ZERO, sizeof ZERO);
     float* v = (float*)op_bytes(run, "v", OpKind::INOUT, ZERO, sizeof ZERO);
-    float* grad = (float*)op_bytes(run, "grad", OpKind::INPUT, GRAD, sizeof GRAD);
+    const float* grad = (const float*)op_bytes(run, "grad", OpKind::INPUT, GRAD, sizeof GRAD);
     const StepState* state = (const StepState*)op_bytes(run, "state", OpKind::INPUT, &s, sizeof s);
     const bool is_16bit = sizeof(floatX) < sizeof(float);
+    const OptimizerConfig config_adamw = optimizer_test_config(0.1f);
+    OptimizerRuns runs = {};
+    runs_extend(&runs, 5, 0.0f, 1.0f);
     OP_RUN(run, 0, 0,
-           adamw_update(adamw_arrays(param, is_16bit ? master : nullptr, m, v, grad), 5, 0.0f, 0.9f, 0.95f, 0.1f, 1,
-                        state, 0));
+           optimizer_update<Rule::ADAMW>(optimizer_arrays(param, is_16bit ? master : nullptr, m, v, (float*)grad),
+                                         &runs, config_adamw, nullptr, state, 0));
     const float* ours = (const float*)op_result(run, is_16bit ? "master" : "param");
     for (int i = 0; i < 5; i++) op_check_value(run, "param", ours[i], clip ? CLIPPED[i] : PLAIN[i], 6e-8);
     const float* ours_m = (const float*)op_result(run, "m");
@@ -431,14 +642,16 @@ static void adamw_trial_test(OpRun* run)
 
 /* Decay by itself: gradients of 0, weight decay 1, warm-up 4 of 8 steps, cosine from 0.1 to 0.01. */
 static void step_trial_run(StepState* state, const double* sums, StepConfig config, float* param, float* m, float* v,
-                           float* grad, int num_steps)
+                           const float* grad, int num_steps)
 {
+    OptimizerRuns runs = {};
+    runs_extend(&runs, 1, 1.0f, 1.0f);
     for (int step = 0; step < num_steps; step++) {
         step_state_update(state, sums, config, 0);
         const bool is_16bit = sizeof(floatX) < sizeof(float);
         floatX* param_x = is_16bit ? (floatX*)(param + 1) : (floatX*)param;
-        adamw_update(adamw_arrays(param_x, is_16bit ? param : nullptr, m, v, grad), 1, 1.0f, 0.9f, 0.95f, 1e-8f, 1,
-                     state, 0);
+        optimizer_update<Rule::ADAMW>(optimizer_arrays(param_x, is_16bit ? param : nullptr, m, v, (float*)grad), &runs,
+                                      optimizer_test_config(1e-8f), nullptr, state, 0);
     }
 }
 
@@ -460,7 +673,7 @@ static void step_trial_test(OpRun* run)
     float* param = (float*)op_bytes(run, "param", OpKind::INOUT, h_param, sizeof h_param);
     float* m = (float*)op_bytes(run, "m", OpKind::INOUT, &zero, sizeof zero);
     float* v = (float*)op_bytes(run, "v", OpKind::INOUT, &zero, sizeof zero);
-    float* grad = (float*)op_bytes(run, "grad", OpKind::INPUT, &zero, sizeof zero);
+    const float* grad = (const float*)op_bytes(run, "grad", OpKind::INPUT, &zero, sizeof zero);
     OP_RUN(run, 0, 0, step_trial_run(state, sums, config, param, m, v, grad, num_steps));
     const StepState* ours = (const StepState*)op_result(run, "state");
     op_check_value(run, "num_applied", (double)ours->num_applied, num_steps, 0.0);
@@ -469,28 +682,34 @@ static void step_trial_test(OpRun* run)
     op_check_value(run, "weight", weight, num_steps == 4 ? 0.7711031 : 0.5850025, 1e-7);
 }
 
+#define OPTIMIZER_TESTS(name, rule) \
+    {name, optimizer_test<rule>, {1}, OpWhen::ALWAYS}, {name, optimizer_test<rule>, {4099}, OpWhen::ALWAYS}, \
+    {name, optimizer_test<rule>, {1000, 3}, OpWhen::ALWAYS}, \
+    {name, optimizer_test<rule>, {1000, 8, 1}, OpWhen::ALWAYS}, \
+    {name, optimizer_test<rule>, {4099, 0, 0, 1}, OpWhen::ALWAYS}, \
+    {name, optimizer_test<rule>, {4100, 0, 0, 1}, OpWhen::ALWAYS}, \
+    {name, optimizer_test<rule>, {3001, 1, 0, 1}, OpWhen::ALWAYS}
+
 static const OpTest optimizer_tests[] = {
-    {"adamw", adamw_test, {1}, OpWhen::ALWAYS},
-    {"adamw", adamw_test, {4099}, OpWhen::ALWAYS},
-    {"adamw", adamw_test, {1000, 3}, OpWhen::ALWAYS},
-    {"adamw", adamw_test, {1000, 8, 1}, OpWhen::ALWAYS},
-    {"adamw", adamw_test, {4099, 0, 0, 1}, OpWhen::ALWAYS},
-    {"adamw", adamw_test, {3001, 1, 0, 1}, OpWhen::ALWAYS},
-    {"adamw", adamw_test, {3000001}, OpWhen::LARGE},
-    {"adamw_storage", adamw_storage_test, {1000, 0, (int)Dtype::FP32, 1, 0}, OpWhen::ALWAYS},
-    {"adamw_storage", adamw_storage_test, {1037, 0, (int)Dtype::SPLIT, 0, 0}, OpWhen::ALWAYS},
-    {"adamw_storage", adamw_storage_test, {1037, 3, (int)Dtype::SPLIT, 1, 1}, OpWhen::ALWAYS},
-    {"adamw_storage", adamw_storage_test, {4099, 0, (int)Dtype::BF16, 0, 0}, OpWhen::ALWAYS},
-    {"adamw_storage", adamw_storage_test, {4099, 1, (int)Dtype::BF16, 1, 0}, OpWhen::ALWAYS},
-    {"adamw_storage", adamw_storage_test, {1, 0, (int)Dtype::BF16, 1, 1}, OpWhen::ALWAYS},
-    {"adamw_split", adamw_split_test, {4099}, OpWhen::ALWAYS},
+    OPTIMIZER_TESTS("adamw", Rule::ADAMW),
+    OPTIMIZER_TESTS("adam", Rule::ADAM),
+    OPTIMIZER_TESTS("sgd", Rule::SGD),
+    OPTIMIZER_TESTS("lamb_states", Rule::LAMB_STATES),
+    OPTIMIZER_TESTS("lamb_step", Rule::LAMB_STEP),
+    OPTIMIZER_TESTS("lion", Rule::LION),
+    OPTIMIZER_TESTS("adagrad", Rule::ADAGRAD),
+    OPTIMIZER_TESTS("muon_momentum", Rule::MUON_MOMENTUM),
+    OPTIMIZER_TESTS("muon_step", Rule::MUON_STEP),
+    {"adamw", optimizer_test<Rule::ADAMW>, {3000001}, OpWhen::LARGE},
+    {"lamb_norms", lamb_norms_test, {1}, OpWhen::ALWAYS},
+    {"lamb_norms", lamb_norms_test, {40001, 1, 0, 1}, OpWhen::ALWAYS},
     {"adamw_trial", adamw_trial_test, {2}, OpWhen::ALWAYS},
     {"adamw_trial", adamw_trial_test, {1}, OpWhen::ALWAYS},
     {"step_trial", step_trial_test, {4}, OpWhen::ALWAYS},
     {"step_trial", step_trial_test, {8}, OpWhen::ALWAYS},
-    {"adamw", adamw_test, {124 * 1000 * 1000}, OpWhen::BENCH},
-    {"adamw_storage", adamw_storage_test, {124 * 1000 * 1000, 0, (int)Dtype::SPLIT, 0, 0}, OpWhen::BENCH},
-    {"adamw_storage", adamw_storage_test, {124 * 1000 * 1000, 0, (int)Dtype::BF16, 1, 0}, OpWhen::BENCH},
+    {"adamw", optimizer_test<Rule::ADAMW>, {124 * 1000 * 1000}, OpWhen::BENCH},
+    {"sgd", optimizer_test<Rule::SGD>, {124 * 1000 * 1000}, OpWhen::BENCH},
+    {"lion", optimizer_test<Rule::LION>, {124 * 1000 * 1000}, OpWhen::BENCH},
 };
 
 #endif

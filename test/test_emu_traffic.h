@@ -190,6 +190,9 @@ static void traffic_adamw(TrafficRun* run)
 {
     const bool is_16bit = sizeof(floatX) < 4, is_bf16 = FLOATX_DTYPE == Dtype::BF16;
     const size_t n = TRAFFIC_NC;
+    const OptimizerConfig config = optimizer_test_config(1e-8f);
+    OptimizerRuns runs = {};
+    runs_extend(&runs, n, 0.1f, 1.0f);
     for (bool small : {false, true}) {
         floatX* param = traffic_tensor<floatX>(run, n);
         const Dtype dtype = small ? Dtype::BF16 : Dtype::FP32;
@@ -201,7 +204,8 @@ static void traffic_adamw(TrafficRun* run)
         const size_t weight = !is_16bit ? 8 : small && is_bf16 ? 4 : 10, rest = 4 * dtype_bytes(dtype);
         TRAFFIC(run, small ? "adamw_update, small storage" : "adamw_update",
                 (weight + rest + dtype_bytes(grad.dtype)) * n,
-                adamw_update(AdamwArrays{param, master, m, v, grad}, n, 0.1f, 0.9f, 0.95f, 1e-8f, 1, state, nullptr));
+                optimizer_update<Rule::ADAMW>(OptimizerArrays{param, master, m, v, grad}, &runs, config, nullptr, state,
+                                              nullptr));
     }
     floatX* param = traffic_tensor<floatX>(run, n);
     unsigned short* low = traffic_tensor<unsigned short>(run, n);
@@ -210,7 +214,8 @@ static void traffic_adamw(TrafficRun* run)
     StepState* state = traffic_tensor<StepState>(run, 1, Reuse::SMALL);
     if (is_bf16)
         TRAFFIC(run, "adamw_update, split master", 28 * n,
-                adamw_update(AdamwArrays{param, split, m, v, grad}, n, 0.1f, 0.9f, 0.95f, 1e-8f, 1, state, nullptr));
+                optimizer_update<Rule::ADAMW>(OptimizerArrays{param, split, m, v, grad}, &runs, config, nullptr, state,
+                                              nullptr));
 }
 
 /* Bank conflicts and sectors only: its cost is arithmetic. */

@@ -21,6 +21,8 @@
 #include "../kernels/global_norm.cuh"
 #include "../kernels/step.cuh"
 #include "../kernels/optimizer.cuh"
+#include "../kernels/muon.cuh"
+#include "test_storage.h"
 #ifdef EMU_CHECK
 #include "test_emu_traffic.h"
 #endif
@@ -85,6 +87,8 @@ int main(int argc, char** argv)
     op_table(step_tests, filter, bench, memory_gbps, &totals);
     op_table(values_tests, filter, bench, memory_gbps, &totals);
     op_table(optimizer_tests, filter, bench, memory_gbps, &totals);
+    op_table(storage_tests, filter, bench, memory_gbps, &totals);
+    op_table(muon_tests, filter, bench, memory_gbps, &totals);
     matmul_free();
     if (bench) return 0;
     printf("%d passed, %d failed", totals.num_passed, totals.num_failed);

@@ -501,6 +501,25 @@ def test_deterministic(tmp_path, device, stage):
     assert_bits(rest, reference, first=4)
 
 
+def test_planted_divergence(tmp_path, device):
+    """One bit of what one all-gather brings to rank 2: --check-replicas says which rank, after which step."""
+    args = [*start(tmp_path, steps=4), *batch(3), "-z", 2, "--check-replicas", 1]
+    run = {"ranks": 3, "device": device, "TRAIN_GPT_CORRUPT_GATHER": "2:17"}    # 7 when loaded, 7 a step: in step 2
+    if device != "cuda":
+        refused = train_gpt(*args, ok=False, **run)
+        assert len(refused.complaint) == 1, refused.err
+        assert "after step 2 rank 2 holds other parameters than rank 0" in refused.complaint[0]
+
+
+def test_planted_allocation(tmp_path, device):
+    """One byte more than the plan: refused at the start, with both numbers."""
+    if device != "cuda":
+        refused = train_gpt(*start(tmp_path, steps=2), "-b", 2, ok=False, device=device, TRAIN_GPT_PLANTED_BYTES="1")
+        have, planned = map(int, re.search(r"(\d+) bytes are allocated at the start, the plan has (\d+)",
+                                           refused.complaint[0]).groups())
+        assert have == planned + 1
+
+
 def test_64_ranks(tmp_path):
     config = gpt2_config(97, 16, 16, L=3, NH=2)
     one = train_gpt(*start(tmp_path, config, 3), "-b", 64, out=tmp_path / "one")
@@ -510,10 +529,12 @@ def test_64_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("name,words", [("SIGKILL", "ended by SIGTERM"), ("SIGSTOP", "waits longer than --timeout")])
-def test_lost_rank(tmp_path, name, words):
+def test_lost_rank(tmp_path, device, name, words):
     """A rank is killed, or stopped: the others end within a minute and say which rank waited in which collective."""
+    if device == "cuda":
+        pytest.skip("three ranks, and a process that is stopped")
     args = [*start(tmp_path, steps=10**6), *batch(3), "-z", 3, "--timeout", 4, "--log-every", 1]
-    process = subprocess.Popen(command(args, 3, "cpu"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    process = subprocess.Popen(command(args, 3, device), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                env=environment(OMP_NUM_THREADS="1"), cwd=ROOT)
     while not process.stdout.readline().startswith("step 3/"):
         assert process.poll() is None
@@ -523,5 +544,5 @@ def test_lost_rank(tmp_path, name, words):
     said = [line for line in err.splitlines() if line.startswith("train_gpt: ")]
     assert len(said) == 1 and words in said[0] and re.search(r"rank [02]: .*step \d+, in ", said[0]), err
     if name == "SIGSTOP":
-        assert "rank 1 gives no sign of life" in said[0]
+        assert "rank 1 gives no sign of life" in said[0] and re.search(r"in nccl\w+ of \d+ elements", said[0])
     assert not ranks_of(process.pid)

@@ -80,19 +80,21 @@ static const StateKind moment_kinds[] = {STATE_M, STATE_V};
 static const char* const optimizer_suffixes[] = {".m", ".v"};
 
 /* Table of the file of optimizer states. Names are owned by the plan. */
-static SafeTensors* plan_moments(const Shard* s, const char* path)
+static SafeTensors* plan_moments(const Zero* z, const char* path)
 {
-    size_t count = (size_t)s->num_tensors * 2;
+    const Shard* s = z->shard;
+    size_t count = (size_t)s->num_tensors * 2, num_kept = 0;
     SafeTensor* list = (SafeTensor*)malloc_checked(count * sizeof *list);
     char (*names)[80] = (char (*)[80])malloc_checked(count * 80);
-    count = 0;
     for (const Tensor* t = s->tensors; t < s->tensors + s->num_tensors; t++) {
-        for (int k = 0; k < 2 && tensor_is_first_piece(t); k++, count++) {
-            snprintf(names[count], 80, "%s%s", t->name, optimizer_suffixes[k]);
-            list[count] = tensor_in_file(t, names[count], SafeDtype::F32);
+        for (int k = 0; k < 2 && tensor_is_first_piece(t); k++) {
+            if (!zero_has_moment(z, k, t)) continue;
+            snprintf(names[num_kept], 80, "%s%s", t->name, optimizer_suffixes[k]);
+            list[num_kept] = tensor_in_file(t, names[num_kept], SafeDtype::F32);
+            num_kept++;
         }
     }
-    SafeTensors* files = safetensors_plan(path, list, count, MAX_FILE_BYTES);
+    SafeTensors* files = safetensors_plan(path, list, num_kept, MAX_FILE_BYTES);
     free(list);
     free(names);
     return files;
@@ -102,14 +104,14 @@ static SafeTensors* plan_moments(const Shard* s, const char* path)
 static void write_moments(Zero* z, const char* path)
 {
     const Shard* s = z->shard;
-    SafeTensors* files = plan_moments(s, path);
+    SafeTensors* files = plan_moments(z, path);
     if (z->comm->rank == 0) safetensors_create_files(files);
     comm_barrier(z->comm);
     if (z->comm->rank != 0) safetensors_open_files(files);
     for (int i = 0; i < 2 * s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i / 2];
         Range part = tensor_part(t, shard_slice(s, t->unit, z->comm->rank));
-        if (part.count == 0) continue;
+        if (part.count == 0 || !zero_has_moment(z, i % 2, t)) continue;
         char name[80];
         snprintf(name, sizeof name, "%s%s", t->name, optimizer_suffixes[i % 2]);
         file_from_device(files, safetensors_get(files, name), tensor_file_place(t, part.first), z, moment_kinds[i % 2],
@@ -139,6 +141,7 @@ static void run_state_write(const RunState* s, const Zero* z, const char* path)
     if (s->val_due) json_add_bool(j, "val_due", true);
     json_add_int(j, "num_ranks", z->comm->num_ranks);
     json_add_int(j, "zero_stage", z->stage);
+    json_add_string(j, "optimizer", z->optimizer->name);
     json_add_string(j, "precision", FLOATX_NAME);
     json_add_string(j, "master", dtype_names[(int)z->storage.master]);
     json_add_string(j, "moments", dtype_names[(int)z->storage.moments]);
@@ -198,6 +201,10 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
     state.num_good_steps = (int)json_int_or(j, "num_good_steps", 0, 0, INT_MAX, path);
     state.hysteresis_left = (int)json_int_or(j, "hysteresis_left", 0, 0, INT_MAX, path);
     state.seed = (unsigned long long)json_int(j, "seed", 0, JSON_MAX_INT, path);
+    const char* optimizer = json_string_or(j, "optimizer", "adamw", path);
+    ENSURE(strcmp(optimizer, z->optimizer->name) == 0,
+           "%s: was trained with --optimizer %s, now %s, whose states are others: give --optimizer %s, or start anew "
+           "from its weights with -m %s", path, optimizer, z->optimizer->name, optimizer, folder);
     state.seq_len = (size_t)json_int(j, "seq_len", 1, JSON_MAX_INT, path);
     state.global_batch = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);
     state.fp32_weights = strcmp(json_string_or(j, "master", "fp32", path), "bf16") != 0;
@@ -213,6 +220,7 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
         Range part = tensor_part(t, zero_owned(z, t->unit));
         if (part.count == 0) continue;
         for (int k = 0; k < 2; k++) {
+            if (!zero_has_moment(z, k, t)) continue;
             char name[80];
             snprintf(name, sizeof name, "%s%s", t->name, optimizer_suffixes[k]);
             const SafeTensor* st = safetensors_get(files, name);

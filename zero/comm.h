@@ -194,6 +194,17 @@ static void comm_ensure_same(const Comm* c, uint64_t value, const char* what)
            what);
 }
 
+/* The same of what every rank holds whole, while training. */
+static void comm_ensure_replica(const Comm* c, uint64_t hash, size_t step)
+{
+    uint64_t first = hash;
+    comm_broadcast_host(c, &first, sizeof first);
+    ENSURE(first == hash,
+           "--check-replicas: after step %zu rank %d holds other parameters than rank 0 (hash %016llx, not %016llx): "
+           "a broken card or link; go on from the last checkpoint without it", step, c->rank,
+           (unsigned long long)hash, (unsigned long long)first);
+}
+
 /* What rank 0 sends when each rank holds n elements of n*R (reduce-scatter, all-gather), and for an all-reduce of n. */
 static inline size_t comm_scatter_bytes(const Comm* c, size_t n, size_t elem_bytes)
 {
@@ -288,6 +299,27 @@ static void comm_all_gather(Comm* c, void* data, const void* own, size_t n, nccl
     NCCL_CHECK(ncclAllGather(own, data, n, type, c->nccl, stream));
 #endif
     comm_has_asked(c, "what follows ncclAllGather", n);
+}
+
+/* n floats from one rank to another; both within a group. */
+static void comm_send(Comm* c, const float* data, size_t n, int to, cudaStream_t stream)
+{
+    watch_collective(c->watch, "ncclSend", n);
+    c->asked_bytes += n * sizeof(float);
+#ifndef NO_NCCL
+    NCCL_CHECK(ncclSend(data, n, ncclFloat32, to, c->nccl, stream));
+#else
+    (void)data; (void)to; (void)stream;
+#endif
+}
+static void comm_receive(Comm* c, float* data, size_t n, int from, cudaStream_t stream)
+{
+    watch_collective(c->watch, "ncclRecv", n);
+#ifndef NO_NCCL
+    NCCL_CHECK(ncclRecv(data, n, ncclFloat32, from, c->nccl, stream));
+#else
+    (void)data; (void)from; (void)stream;
+#endif
 }
 
 /* Collectives between the two are sent together. */

@@ -3,6 +3,9 @@
  * A row may also be a measured or estimated amount without a pointer (the libraries' own memory). */
 #pragma once
 #include "../kernels/common.cuh"
+#ifndef DEVICE_CUDA
+#include "../kernels/cpu/device.h"
+#endif
 
 enum class Place { DEVICE, HOST };
 
@@ -32,24 +35,50 @@ static size_t plan_bytes(const Plan* p, Place place)
     return sum;
 }
 
+/* Bytes of all rows with the place and label of row i, which is the first of them; of the others 0. */
+static size_t plan_label_bytes(const Plan* p, int i)
+{
+    size_t bytes = 0;
+    for (int k = p->num_rows - 1; k >= 0; k--) {
+        if (p->rows[k].place != p->rows[i].place || strcmp(p->rows[k].label, p->rows[i].label) != 0) continue;
+        if (k < i) return 0;
+        bytes += p->rows[k].bytes;
+    }
+    return bytes;
+}
+
 /* Rows with the same label are one line. */
 static void plan_print(const Plan* p, FILE* f)
 {
     for (Place place : {Place::DEVICE, Place::HOST}) {
         fprintf(f, "%s memory per rank\n", place == Place::DEVICE ? "device" : "host");
         for (int i = 0; i < p->num_rows; i++) {
-            if (p->rows[i].place != place) continue;
-            size_t bytes = 0;
-            int first = p->num_rows;
-            for (int k = p->num_rows - 1; k >= 0; k--)
-                if (p->rows[k].place == place && strcmp(p->rows[k].label, p->rows[i].label) == 0) {
-                    bytes += p->rows[k].bytes;
-                    first = k;
-                }
-            if (first == i && bytes > 0) fprintf(f, "  %-32s %10.1f MiB\n", p->rows[i].label, bytes / 1048576.0);
+            size_t bytes = plan_label_bytes(p, i);
+            if (p->rows[i].place == place && bytes > 0)
+                fprintf(f, "  %-32s %10.1f MiB\n", p->rows[i].label, bytes / 1048576.0);
         }
         fprintf(f, "  %-32s %10.1f MiB\n", "total", plan_bytes(p, place) / 1048576.0);
     }
+}
+
+/* What is allocated is what the plan says, to the byte; `when` for the message. The CPU and emulated builds count what
+ * is allocated, at the most since the start. CUDA rounds each allocation up to pages of 2 MiB and has others in the
+ * process, so there plan_allocate compares what the device has left. */
+static void plan_ensure_held(const Plan* p, const char* when)
+{
+#ifdef DEVICE_CUDA
+    (void)p; (void)when;
+#else
+    size_t pinned = 0;
+    for (int i = 0; i < p->num_rows; i++)
+        if (p->rows[i].place == Place::HOST && p->rows[i].dest != nullptr) pinned += p->rows[i].bytes;
+    ENSURE(device_peak_bytes() == plan_bytes(p, Place::DEVICE),
+           "device memory: %zu bytes are allocated %s, the plan has %zu: something allocates that is not in the plan",
+           device_peak_bytes(), when, plan_bytes(p, Place::DEVICE));
+    ENSURE(pinned_used_bytes() == pinned,
+           "pinned host memory: %zu bytes are allocated %s, the plan has %zu: something allocates that is not in it",
+           pinned_used_bytes(), when, pinned);
+#endif
 }
 
 /* Allocates all rows that have a pointer, or refuses before anything is done. */
@@ -73,6 +102,23 @@ static void plan_allocate(Plan* p)
         }
     }
     CUDA_CHECK(cudaDeviceSynchronize());
+    plan_ensure_held(p, "at the start");
+#ifdef DEVICE_CUDA
+    size_t before_bytes = free_bytes, own_bytes = 0, most_bytes = 0, page = (size_t)2 << 20;
+    for (int i = 0; i < p->num_rows; i++) {
+        if (p->rows[i].place != Place::DEVICE || p->rows[i].dest == nullptr) continue;
+        own_bytes += p->rows[i].bytes;
+        most_bytes += round_up(p->rows[i].bytes, page);
+    }
+    CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
+    size_t taken_bytes = before_bytes > free_bytes ? before_bytes - free_bytes : 0;
+    ENSURE(taken_bytes + page * p->num_rows >= own_bytes && taken_bytes <= most_bytes + page,
+           "device memory: %zu bytes were taken, the plan has %zu (%zu in whole pages): does another process use this "
+           "GPU?", taken_bytes, own_bytes, most_bytes);
+    if (die_rank == 0)
+        printf("device  %.1f MiB are outside of the plan: CUDA, cuBLAS, NCCL and other processes\n",
+               (total_bytes - free_bytes - taken_bytes) / 1048576.0);
+#endif
 }
 
 static void plan_free(Plan* p)

@@ -34,7 +34,11 @@ typedef struct Tensor {
     int unit;
     double init_std;        // > 0: N(0, init_std); 0: every element is init_value
     double init_value;
-    bool decay;             // weight decay applies
+    bool decay;             // weight decay applies by default
+    bool hidden;            // a matrix between two layers: Muon makes its steps orthogonal
+    bool in_out;            // rows are inputs, columns outputs; else the other way round
+    int num_fused;          // such matrices side by side: 3 where q, k and v are one tensor
+    float lr_factor, weight_decay;   // of its group
     int row;                // the model's name for it; nothing to this file
     bool joined;            // lies directly behind the tensor before it, so that the two are one matrix to the model
     size_t first;           // place in the flat space; set by shard_build

@@ -24,8 +24,6 @@
 #include "plan.h"
 #include "signals.h"
 
-typedef struct { float beta1, beta2, eps, weight_decay; } AdamwConfig;
-
 static const size_t BOUNCE_ELEMS = 1 << 20;
 
 /* How what the optimizer works with is kept. */
@@ -42,7 +40,7 @@ typedef struct ZeroConfig {
     int num_micro_steps;
     bool training;              // else no gradients and moments
     Storage storage;
-    uint64_t seed;              // of random roundings
+    const OptimizerRow* optimizer;
     bool overlap;
     bool reduces_once;          // stages 2-3: gradients whole, sent at the boundary instead of in each micro-step
     bool deterministic;         // reductions in rank order, whatever NCCL does
@@ -57,7 +55,6 @@ typedef struct Zero {
     const Shard* shard;
     int stage;
     Storage storage;
-    uint64_t seed;
     bool training, overlap;
     bool reduces_once;          // gradients are kept whole at every stage, as at stage 1
     int num_micro_steps;
@@ -81,7 +78,12 @@ typedef struct Zero {
     char* grad_slices;          // (P/R) stages 2-3
     char* sent;                 // one bucket as it is sent, where that is in another type than it is kept in
     // optimizer
-    char *moment1, *moment2;    // (P) stage 0, (P/R) else
+    const OptimizerRow* optimizer;
+    char *moment1, *moment2;    // m and v, each where the optimizer has it: (P) stage 0, (P/R) else; see zero_v_first
+    size_t* v_first;            // (num_units) where the v of what this rank updates of unit u starts
+    int* first_of_name;         // (num_tensors) the first tensor of that name: the place in LAMB's sums
+    double *lamb_sums, *lamb_scratch;   // (num_tensors,2)
+    struct MuonSpace* muon;
     char* master;               // of what this rank updates: fp32, or the lower halves; null without a master
     double* step_sums;          // (NUM_STEP_SUMS) summed over micro-steps, then over ranks
     double* norm_scratch;
@@ -124,21 +126,6 @@ static floatX* zero_own_param(const Zero* z, int u, size_t flat)
     return z->own_params[u] + (flat - zero_owned(z, u).first);
 }
 
-/* What the optimizer keeps of each element. */
-enum StateKind { STATE_WEIGHTS, STATE_M, STATE_V, NUM_STATE_KINDS };
-
-/* Where this rank keeps element `flat` of what it updates of unit u, and how: to the optimizer each is a float. */
-static Values zero_state(const Zero* z, StateKind kind, int u, size_t flat)
-{
-    size_t at = zero_state_first(z, u) + (flat - zero_owned(z, u).first);
-    if (kind == STATE_M) return values_from(Values{z->moment1, z->storage.moments, nullptr}, at);
-    if (kind == STATE_V) return values_from(Values{z->moment2, z->storage.moments, nullptr}, at);
-    floatX* param = zero_own_param(z, u, flat);
-    if (z->storage.master == FLOATX_DTYPE) return Values{param, FLOATX_DTYPE, nullptr};
-    if (z->storage.master == Dtype::SPLIT) return Values{param, Dtype::SPLIT, (unsigned short*)z->master + at};
-    return values_of((float*)z->master + at);
-}
-
 /* In 16 bits the gradients of a unit, which kernels make in fp32, are added to a whole copy when they are complete. */
 static bool unit_folds(const Zero* z, int u)
 {
@@ -152,6 +139,53 @@ static Values zero_reduced_grad(const Zero* z, int u, size_t flat)
     size_t slice = shard_slice(z->shard, u, z->comm->rank).first;
     return values_from(Values{z->grad_slices, z->storage.grads, nullptr},
                        shard_packed_first(z->shard, u) + (flat - slice));
+}
+
+/* How many of the elements that this rank updates of unit u before `flat` have no v: Muon keeps none of hidden
+ * matrices. What lies between two tensors goes with the second. */
+static size_t zero_v_gap(const Zero* z, int u, size_t flat)
+{
+    if (z->optimizer->optimizer != Optimizer::MUON) return 0;
+    Range owned = zero_owned(z, u);
+    size_t gap = 0, end_before = owned.first;
+    const Unit* unit = &z->shard->units[u];
+    for (int t = unit->first_tensor; t < unit->first_tensor + unit->num_tensors; t++) {
+        Range part = tensor_part(&z->shard->tensors[t], owned);
+        if (part.count == 0) continue;
+        if (part.first + part.count > flat) break;
+        if (z->shard->tensors[t].hidden) gap += part.first + part.count - end_before;
+        end_before = part.first + part.count;
+    }
+    return gap;
+}
+
+/* What the optimizer keeps of each element. */
+enum StateKind { STATE_WEIGHTS, STATE_M, STATE_V, NUM_STATE_KINDS };
+
+/* The v of what this rank updates of unit u. */
+static Values zero_unit_v(const Zero* z, int u)
+{
+    return values_from(Values{z->moment2, z->storage.moments, nullptr}, z->v_first[u]);
+}
+
+/* Where this rank keeps element `flat` of what it updates of unit u, and how: to the optimizer each is a float. */
+static Values zero_state(const Zero* z, StateKind kind, int u, size_t flat)
+{
+    size_t at = zero_state_first(z, u) + (flat - zero_owned(z, u).first);
+    if (kind == STATE_M) return values_from(Values{z->moment1, z->storage.moments, nullptr}, at);
+    if (kind == STATE_V)
+        return values_from(zero_unit_v(z, u), flat - zero_owned(z, u).first - zero_v_gap(z, u, flat));
+    floatX* param = zero_own_param(z, u, flat);
+    if (z->storage.master == FLOATX_DTYPE) return Values{param, FLOATX_DTYPE, nullptr};
+    if (z->storage.master == Dtype::SPLIT) return Values{param, Dtype::SPLIT, (unsigned short*)z->master + at};
+    return values_of((float*)z->master + at);
+}
+
+/* Does the optimizer keep m (k 0) or v (k 1) of tensor t? */
+static bool zero_has_moment(const Zero* z, int k, const Tensor* t)
+{
+    if (k == 0) return z->optimizer->has_m;
+    return z->optimizer->has_v && !(z->optimizer->optimizer == Optimizer::MUON && t->hidden);
 }
 
 // ------------------------------------------------------------------------------------------------- memory, streams
@@ -205,17 +239,40 @@ static void plan_params(Zero* z, Plan* plan)
 }
 
 /* Of the `count` elements that this rank updates. */
-static void plan_states(Zero* z, Plan* plan, size_t count)
+static void plan_master(Zero* z, Plan* plan, size_t count)
 {
-    Dtype master = z->storage.master, moments = z->storage.moments;
+    Dtype master = z->storage.master;
     if (master != FLOATX_DTYPE)
         plan_add(plan, master == Dtype::SPLIT ? "master weights, lower halves" : "master weights", Place::DEVICE,
                  &z->master, count * dtype_bytes(master));
-    if (z->training)
-        for (char** moment : {&z->moment1, &z->moment2})
-            plan_add(plan, "optimizer states", Place::DEVICE, moment, count * dtype_bytes(moments));
-    if (master != Dtype::FP32 || moments != Dtype::FP32)
+    if (master != Dtype::FP32 || z->storage.moments != Dtype::FP32)
         plan_add(plan, "between files and device", Place::HOST, &z->halves, 2 * BOUNCE_ELEMS);
+}
+
+static void plan_muon(Zero* z, Plan* plan);   // update.h
+
+static void plan_optimizer(Zero* z, Plan* plan, size_t state_elems)
+{
+    const Shard* s = z->shard;
+    size_t v_elems = 0;
+    z->v_first = (size_t*)malloc_checked(s->num_units * sizeof(size_t));
+    z->first_of_name = (int*)malloc_checked(s->num_tensors * sizeof(int));
+    for (int u = 0; u < s->num_units; u++) {
+        z->v_first[u] = v_elems;
+        v_elems += zero_owned(z, u).count - zero_v_gap(z, u, SIZE_MAX);
+    }
+    for (int t = 0; t < s->num_tensors; t++) {
+        z->first_of_name[t] = 0;
+        while (strcmp(s->tensors[z->first_of_name[t]].name, s->tensors[t].name) != 0) z->first_of_name[t]++;
+    }
+    size_t elem_bytes = dtype_bytes(z->storage.moments);
+    if (z->optimizer->has_m) plan_add(plan, "optimizer states", Place::DEVICE, &z->moment1, state_elems * elem_bytes);
+    if (z->optimizer->has_v) plan_add(plan, "optimizer states", Place::DEVICE, &z->moment2, v_elems * elem_bytes);
+    if (z->optimizer->optimizer == Optimizer::LAMB) {
+        plan_add(plan, "LAMB's norms", Place::DEVICE, &z->lamb_sums, 2 * (size_t)s->num_tensors);
+        plan_add(plan, "LAMB's norms", Place::DEVICE, &z->lamb_scratch, lamb_scratch_elems());
+    }
+    if (z->optimizer->optimizer == Optimizer::MUON) plan_muon(z, plan);
 }
 
 /* Adds every buffer of this stage to the plan; pointers are valid after plan_allocate and zero_start. */
@@ -227,7 +284,7 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     z->stage = config->stage;
     z->training = config->training;
     z->storage = config->storage;
-    z->seed = config->seed;
+    z->optimizer = config->optimizer;
     z->overlap = config->overlap;
     z->reduces_once = config->reduces_once;
     z->num_micro_steps = config->num_micro_steps;
@@ -245,13 +302,16 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     free(kept);
     size_t whole = shard->num_elems, state = zero_slices_states(z) ? whole / shard->num_ranks : whole;
     plan_params(z, plan);
-    plan_states(z, plan, state);
+    plan_master(z, plan, state);
     size_t largest = 0;
     for (int u = 0; u < shard->num_units; u++) largest = max_count(largest, shard->units[u].range.count);
     if (z->training && config->deterministic && shard->num_ranks > 1)
         plan_add(plan, "gradients, pieces of all ranks", Place::DEVICE, &comm->pieces,
                  largest * dtype_bytes(z->storage.sent));
-    if (z->training) plan_gradients(z, plan);
+    if (z->training) {
+        plan_gradients(z, plan);
+        plan_optimizer(z, plan, state);
+    }
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->step_sums, NUM_STEP_SUMS);
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->norm_scratch, global_norm_scratch_elems());
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->state, 1);
@@ -530,54 +590,13 @@ static void zero_state_from_host(Zero* z, StateKind kind, int u, size_t flat, si
     CUDA_CHECK(cudaStreamSynchronize(z->compute));
 }
 
-// -------------------------------------------------------------------------------------------------------- the step
-/* What this rank owns of unit u, in one launch. Padding between tensors goes along: its gradient is 0, it stays 0. */
-static void unit_update(Zero* z, int u, AdamwConfig adamw)
-{
-    Range owned = zero_owned(z, u);
-    const Unit* unit = &z->shard->units[u];
-    AdamwRuns runs = {};
-    for (int i = unit->first_tensor; i < unit->first_tensor + unit->num_tensors; i++) {
-        const Tensor* t = &z->shard->tensors[i];
-        Range part = tensor_part(t, owned);
-        float weight_decay = t->decay ? adamw.weight_decay : 0.0f;
-        uint64_t index = t->logical_first + owned.first - t->first;
-        if (part.count > 0) adamw_runs_extend(&runs, part.first + part.count - owned.first, weight_decay, index);
-    }
-    AdamwArrays arrays = {zero_own_param(z, u, owned.first), zero_state(z, STATE_WEIGHTS, u, owned.first),
-                          zero_state(z, STATE_M, u, owned.first), zero_state(z, STATE_V, u, owned.first),
-                          zero_reduced_grad(z, u, owned.first)};
-    adamw_update_runs(arrays, &runs, adamw.beta1, adamw.beta2, adamw.eps, z->seed, z->state, z->compute);
-}
-
+// ------------------------------------------------------------------------------------------- what is known about it
 /* Before the boundary: has this rank been asked to save, or to end? All ranks learn it from the step's sums. */
 static void zero_step_ask(Zero* z, Ask ask)
 {
     if (ask == Ask::NONE) return;
     double* sum = z->step_sums + (ask == Ask::END ? ASKED_TO_END : ASKED_TO_SAVE);
     CUDA_CHECK(cudaMemsetAsync(sum, 0x3f, sizeof *sum, z->compute));     // 0x3f3f3f3f3f3f3f3f is a positive number
-}
-
-/* The boundary: norm, clip, optimizer on what this rank owns, parameters gathered. Order of SEMANTICS: reduce, overflow
- * check, norm, clip, update, gather. A bucket is gathered while the next is updated, and the forward that follows waits
- * for each bucket where it needs it. `slot` (0 or 1) takes the step's result for the host. */
-static void zero_step_end(Zero* z, StepConfig config, AdamwConfig adamw, int slot)
-{
-    const Shard* shard = z->shard;
-    stream_wait(z->compute, z->reduce, z->edge, "every gradient has arrived");
-    for (int u = 0; u < shard->num_units; u++) {
-        Range slice = shard_slice(shard, u, z->comm->rank);
-        global_norm_accumulate(z->step_sums, z->norm_scratch, zero_reduced_grad(z, u, slice.first), slice.count,
-                               z->compute);
-    }
-    comm_all_reduce(z->comm, z->step_sums, NUM_STEP_SUMS, ncclFloat64, z->compute);
-    step_state_update(z->state, z->step_sums, config, z->compute);
-    CUDA_CHECK(cudaMemcpyAsync(&z->h_state[slot], z->state, sizeof(StepState), cudaMemcpyDeviceToHost, z->compute));
-    const Buckets* buckets = &z->param_buckets;
-    for (int b = 0; b < buckets->num_buckets; b++) {
-        for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++) unit_update(z, u, adamw);
-        zero_params_changed(z, b);
-    }
 }
 
 /* The first tensor with an Inf or NaN in its reduced gradient of the newest step, -1 if there is none: the same on
@@ -603,7 +622,8 @@ static int zero_first_nonfinite(Zero* z)
 }
 
 /* Bytes this rank sends in one step, by the same arithmetic as the collectives. */
-typedef struct WireBytes { size_t gradients, parameters, sums; } WireBytes;
+typedef struct WireBytes { size_t gradients, parameters, sums, optimizer; } WireBytes;
+static size_t optimizer_wire_bytes(const Zero* z);   // update.h
 
 /* Elements that the ring gathers in one step: zero_params_begin without doing it. */
 static size_t ring_gathered_elems(const Zero* z)
@@ -628,6 +648,7 @@ static WireBytes zero_wire_bytes(const Zero* z)
     const Comm* c = z->comm;
     WireBytes bytes = {};
     bytes.sums = comm_all_reduce_bytes(c, NUM_STEP_SUMS, sizeof(double));
+    bytes.optimizer = optimizer_wire_bytes(z);
     for (int u = 0; u < s->num_units; u++) {
         size_t count = s->units[u].range.count, slice = count / s->num_ranks;
         size_t num_reductions = unit_in_ring(&z->grad_buckets, u) ? z->num_micro_steps : 1;
@@ -656,8 +677,9 @@ static unsigned long long zero_state_hash(Zero* z)
             if (part.count == 0) continue;
             size_t logical = shard->tensors[t].logical_first + (part.first - shard->tensors[t].first);
             for (StateKind kind : {STATE_WEIGHTS, STATE_M, STATE_V})
-                state_hash_accumulate(z->hash, zero_state(z, kind, u, part.first), part.count,
-                                      kind * shard->num_params + logical, z->compute);
+                if (kind == STATE_WEIGHTS || zero_has_moment(z, kind - STATE_M, &shard->tensors[t]))
+                    state_hash_accumulate(z->hash, zero_state(z, kind, u, part.first), part.count,
+                                          kind * shard->num_params + logical, z->compute);
         }
     }
     comm_all_reduce(z->comm, z->hash, 1, ncclUint64, z->compute);
@@ -679,9 +701,12 @@ static unsigned long long zero_replica_hash(Zero* z)
             state_hash_accumulate(z->hash, Values{z->unit_params[u], FLOATX_DTYPE, nullptr}, range.count, range.first,
                                   z->compute);
         if (zero_slices_states(z)) continue;
-        for (StateKind kind : {STATE_M, STATE_V})
-            state_hash_accumulate(z->hash, zero_state(z, kind, u, range.first), range.count,
-                                  kind * shard->num_elems + range.first, z->compute);
+        if (z->moment1 != nullptr)
+            state_hash_accumulate(z->hash, zero_state(z, STATE_M, u, range.first), range.count,
+                                  shard->num_elems + range.first, z->compute);
+        if (z->moment2 != nullptr)
+            state_hash_accumulate(z->hash, zero_unit_v(z, u), range.count - zero_v_gap(z, u, SIZE_MAX),
+                                  2 * shard->num_elems + range.first, z->compute);
     }
     unsigned long long h_hash;
     CUDA_CHECK(cudaMemcpyAsync(&h_hash, z->hash, sizeof h_hash, cudaMemcpyDeviceToHost, z->compute));

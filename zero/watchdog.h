@@ -3,12 +3,16 @@
  * it says which rank waits in which collective of which step, and which rank of this host gives no sign of life or is
  * behind; then it ends the process, and the launcher ends the others. If the launcher ends them first, one says where
  * it was. The thread makes no CUDA, NCCL or MPI call, so that it cannot hang with them. With several hosts it knows its
- * own. On a GPU the collective is the newest that was enqueued: the one that hangs is that or one before it. */
+ * own. The collective that it names is the oldest that is not complete; with CUDA, where only a CUDA call could tell,
+ * the newest that was enqueued: the one that hangs is that or one before it. */
 #pragma once
 #include <csignal>
 #include <ctime>
 #include <pthread.h>
 #include "../data/error.h"
+#ifndef DEVICE_CUDA
+#include "../kernels/cpu/device.h"
+#endif
 
 /* One per rank of the host, a cache line each, in shared memory. */
 typedef struct alignas(64) Beat {
@@ -59,8 +63,15 @@ static int watch_text(const Watch* w, const char* why, char* line, size_t size)
 {
     double now = watch_now_s();
     const Beat* own = &w->beats[w->own];
+    size_t elems = w->elems;
+    const char* place = w->place;
+#ifndef DEVICE_CUDA
+    size_t oldest_elems;
+    const char* oldest = nccl_oldest(&oldest_elems);
+    if (oldest != nullptr) { place = oldest; elems = oldest_elems; }
+#endif
     int n = snprintf(line, size, "train_gpt: rank %d: %s: step %zu, in %s of %zu elements since %.1f s", own->rank, why,
-                     w->step, w->place, w->elems, now - own->moved_s);
+                     w->step, place, elems, now - own->moved_s);
     for (int i = 0; i < w->num_beats && n < (int)size; i++) {
         const Beat* b = &w->beats[i];
         if (now - b->alive_s > 2.5)

@@ -18,7 +18,7 @@ static const size_t MIB = 1 << 20;
 static size_t default_budget_bytes(void);
 static size_t host_available_bytes(void);
 
-static size_t budget_bytes, used_bytes, peak_bytes;
+static size_t budget_bytes, used_bytes, peak_bytes, pinned_bytes;
 static uint64_t num_host_syncs;
 static cudaError_t last_error = cudaSuccess;
 
@@ -64,11 +64,21 @@ static size_t device_budget(void)
 void device_set_budget(size_t bytes) { budget_bytes = bytes; }
 size_t device_used_bytes(void) { return used_bytes; }
 size_t device_peak_bytes(void) { return peak_bytes; }
+size_t pinned_used_bytes(void) { return pinned_bytes; }
 uint64_t host_sync_count(void) { return num_host_syncs; }
+
+/* A fault for tests: TRAIN_GPT_PLANTED_BYTES more are taken with the first allocation, as by a library that nobody
+ * counted. */
+static size_t planted_bytes(void)
+{
+    const char* s = getenv("TRAIN_GPT_PLANTED_BYTES");
+    return s != nullptr && used_bytes == 0 ? (size_t)strtoull(s, nullptr, 10) : 0;
+}
 
 static bool budget_take(size_t size_bytes)
 {
     size_t budget = device_budget();
+    used_bytes += planted_bytes();
     if (used_bytes > budget || size_bytes > budget - used_bytes) return false;
     used_bytes += size_bytes;
     if (used_bytes > peak_bytes) peak_bytes = used_bytes;

@@ -114,6 +114,7 @@ static cudaError_t block_new(void** p, size_t size_bytes, bool on_device)
     Block* block = (Block*)malloc_checked(sizeof(Block));
     *block = {pages, size_bytes, on_device, blocks};
     blocks = block;
+    if (!on_device) pinned_bytes += size_bytes;
     *p = pages;
     return cudaSuccess;
 }
@@ -126,7 +127,7 @@ static cudaError_t block_free(void* p, bool on_device)
         Block* block = *link;
         if (block->p != p || block->on_device != on_device) continue;
         munmap(p, page_round_up(block->size_bytes));
-        if (on_device) used_bytes -= block->size_bytes;
+        (on_device ? used_bytes : pinned_bytes) -= block->size_bytes;
         *link = block->next;
         free(block);
         return cudaSuccess;

@@ -443,6 +443,7 @@ cudaError_t cudaFree(void* p)
 cudaError_t cudaMallocHost(void** p, size_t size)
 {
     *p = size > 0 ? arena_alloc(&pinned_arena, size) : nullptr;
+    if (*p != nullptr) pinned_bytes += size;
     return result(*p != nullptr || size == 0 ? cudaSuccess : cudaErrorMemoryAllocation);
 }
 
@@ -451,7 +452,7 @@ cudaError_t cudaFreeHost(void* p)
     if (p == nullptr) return cudaSuccess;
     num_host_syncs++;
     stream_drain_all();
-    arena_free(&pinned_arena, p, "cudaFreeHost");
+    pinned_bytes -= arena_free(&pinned_arena, p, "cudaFreeHost");
     return cudaSuccess;
 }
 

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# hosts.sh: a run over several machines of a hostfile, without a batch system.
+#
+#   scripts/hosts.sh HOSTFILE scripts/run_gpt2_124m.sh --text /data/fineweb ...
+#
+# HOSTFILE has a line a machine, "name slots=8": as Open MPI and DeepSpeed have it; # begins a comment. The machines
+# reach one another by ssh without a password and see this folder and the data under the same path.
+# NCCL takes the network from NCCL_SOCKET_IFNAME and NCCL_IB_HCA if it chooses badly; what is set of NCCL_* goes along.
+set -euo pipefail
+[ $# -ge 2 ] || { echo "usage: scripts/hosts.sh HOSTFILE scripts/run_NAME.sh [OPTIONS]" >&2; exit 2; }
+hostfile=$(realpath "$1") script=$2
+shift 2
+slots=$(sed 's/#.*//' "$hostfile" | awk '
+    NF { n = 1; for (i = 2; i <= NF; i++) if ($i ~ /^slots=/) n = substr($i, 7); sum += n }
+    END { print sum + 0 }')
+[ "$slots" -gt 0 ] || { echo "hosts.sh: $hostfile names no machine: a line each, as \"name slots=8\"" >&2; exit 1; }
+pass=""
+for variable in $(compgen -e | grep -E '^(NCCL_|OMP_NUM_THREADS$)' || true); do pass="$pass -x $variable"; done
+export LAUNCH="mpirun --hostfile $hostfile -np $slots --map-by slot --bind-to none$pass"
+exec "$script" --ranks "$slots" "$@"

@@ -1,0 +1,232 @@
+/* update.h: the end of a step, from reduced gradients to new parameters: norm, decision, optimizer, gather.
+ * Most optimizers are one launch a unit over what this rank owns of it. Two need whole tensors in between:
+ *   LAMB  the norms of every tensor: sums over slices, all-reduced, so that they have the same bits at all stages
+ *   Muon  whole hidden matrices. Each has one rank that makes it orthogonal (stages 1 to 3): that rank receives the
+ *         slices of the others in the place of the gradient, and sends them back. R matrices are under way at a time,
+ *         one for each rank, the largest first. A rank sends each of its elements once and receives it once; whole
+ *         gathers would send R - 1 times as much and do all the arithmetic on every rank. At stage 0 gradients are
+ *         whole everywhere, and each rank does all matrices itself: no bytes, but no share either. */
+#pragma once
+#include "../kernels/muon.cuh"
+#include "stages.h"
+
+// ------------------------------------------------------------------------------------------------------------ units
+/* The runs of `range` of unit u, within what this rank owns. Padding between tensors goes along: its gradient is 0, it
+ * stays 0. Muon's two halves are `hidden_ones` and the rest. */
+static OptimizerRuns unit_runs(const Zero* z, int u, Range range, bool hidden_ones)
+{
+    OptimizerRuns runs = {};
+    const Unit* unit = &z->shard->units[u];
+    const bool muon = z->optimizer->optimizer == Optimizer::MUON, lamb = z->optimizer->optimizer == Optimizer::LAMB;
+    for (int t = unit->first_tensor; t < unit->first_tensor + unit->num_tensors; t++) {
+        const Tensor* tensor = &z->shard->tensors[t];
+        Range part = tensor_part(tensor, range);
+        if (part.count > 0)
+            runs_extend(&runs, part.first + part.count - range.first, tensor->weight_decay, tensor->lr_factor,
+                        lamb ? z->first_of_name[t] : -1, muon && tensor->hidden != hidden_ones,
+                        zero_v_gap(z, u, part.first), tensor->logical_first + range.first - tensor->first);
+    }
+    return runs;
+}
+
+/* `rule` on what this rank owns of unit u, in one launch. */
+template <Rule rule> static void unit_update(Zero* z, int u, OptimizerConfig config, bool hidden_ones = false)
+{
+    Range owned = zero_owned(z, u);
+    OptimizerRuns runs = unit_runs(z, u, owned, hidden_ones);
+    OptimizerArrays arrays = {zero_own_param(z, u, owned.first), zero_state(z, STATE_WEIGHTS, u, owned.first),
+                              zero_state(z, STATE_M, u, owned.first), zero_unit_v(z, u),
+                              zero_reduced_grad(z, u, owned.first)};
+    optimizer_update<rule>(arrays, &runs, config, z->lamb_sums, z->state, z->compute);
+}
+
+// ------------------------------------------------------------------------------------------------------------- LAMB
+static void lamb_begin(Zero* z, OptimizerConfig config)
+{
+    const Shard* s = z->shard;
+    CUDA_CHECK(cudaMemsetAsync(z->lamb_sums, 0, 2 * (size_t)s->num_tensors * sizeof(double), z->compute));
+    for (int u = 0; u < s->num_units; u++) {
+        unit_update<Rule::LAMB_STATES>(z, u, config);
+        Range slice = shard_slice(s, u, z->comm->rank);
+        OptimizerRuns runs = unit_runs(z, u, slice, false);
+        lamb_norms(z->lamb_sums, z->lamb_scratch, zero_state(z, STATE_WEIGHTS, u, slice.first),
+                   zero_state(z, STATE_M, u, slice.first), zero_state(z, STATE_V, u, slice.first), &runs, config.eps,
+                   z->compute);
+    }
+    comm_all_reduce(z->comm, z->lamb_sums, 2 * (size_t)s->num_tensors, ncclFloat64, z->compute);
+}
+
+// ------------------------------------------------------------------------------------------------------------- Muon
+typedef struct MuonSpace {
+    int* tensors;            // the hidden matrices, the largest first
+    int num_tensors;
+    float* whole;            // stages 1-3: the matrix that is this rank's turn
+    floatX* x[2];            // its iterates: of q, k and v each by itself
+    floatX* gram[2];
+    double* parts;
+} MuonSpace;
+
+static void plan_muon(Zero* z, Plan* plan)
+{
+    const Shard* s = z->shard;
+    MuonSpace* m = z->muon = (MuonSpace*)malloc_checked(sizeof(MuonSpace));
+    *m = MuonSpace{};
+    m->tensors = (int*)malloc_checked(s->num_tensors * sizeof(int));
+    size_t whole = 0, matrix = 0, gram = 0;
+    for (int t = 0; t < s->num_tensors; t++) {
+        const Tensor* tensor = &s->tensors[t];
+        if (!tensor->hidden) continue;
+        int at = m->num_tensors++;
+        for (; at > 0 && tensor_elems(&s->tensors[m->tensors[at - 1]]) < tensor_elems(tensor); at--)
+            m->tensors[at] = m->tensors[at - 1];
+        m->tensors[at] = t;
+        size_t elems = tensor_elems(tensor), cols = tensor->shape[1] / tensor->num_fused;
+        size_t side = tensor->shape[0] < cols ? tensor->shape[0] : cols;
+        if (elems > whole) whole = elems;
+        if (elems / tensor->num_fused > matrix) matrix = elems / tensor->num_fused;
+        if (side * side > gram) gram = side * side;
+    }
+    if (z->stage > 0 && s->num_ranks > 1) plan_add(plan, "Muon's matrices", Place::DEVICE, &m->whole, whole);
+    for (floatX** x : {&m->x[0], &m->x[1]}) plan_add(plan, "Muon's matrices", Place::DEVICE, x, matrix);
+    for (floatX** x : {&m->gram[0], &m->gram[1]}) plan_add(plan, "Muon's matrices", Place::DEVICE, x, gram);
+    plan_add(plan, "Muon's matrices", Place::DEVICE, &m->parts, (size_t)MUON_PARTS);
+}
+
+/* What the plan of an optimizer holds besides the plan itself. */
+static void zero_optimizer_free(Zero* z)
+{
+    if (z->muon != nullptr) free(z->muon->tensors);
+    free(z->muon);
+    free(z->v_first);
+    free(z->first_of_name);
+    z->muon = nullptr;
+    z->v_first = nullptr;
+    z->first_of_name = nullptr;
+}
+
+/* What `rank` owns of tensor t, and the rank whose turn the idx-th matrix is. */
+static Range muon_part(const Zero* z, const Tensor* t, int rank)
+{
+    return tensor_part(t, shard_slice(z->shard, t->unit, rank));
+}
+static int muon_rank(const Zero* z, int idx) { return idx % z->shard->num_ranks; }
+
+/* With Muon gradients are kept in fp32: see storage_from_flags. */
+static float* muon_grad(const Zero* z, const Tensor* t, size_t flat)
+{
+    return (float*)zero_reduced_grad(z, t->unit, flat).at;
+}
+
+/* A tensor's matrix, or q, k and v one after another. */
+static void muon_tensor(Zero* z, const Tensor* t, float* values)
+{
+    MuonSpace* m = z->muon;
+    int rows = (int)t->shape[0], cols = (int)(t->shape[1] / t->num_fused);
+    double fan_out = t->in_out ? cols : rows, fan_in = t->in_out ? rows : cols;
+    for (int k = 0; k < t->num_fused; k++)
+        muon_orthogonalise(values + (size_t)k * cols, m->x, m->gram, m->parts, rows, cols, t->shape[1],
+                           (float)sqrt(fmax(1.0, fan_out / fan_in)), z->compute);
+}
+
+/* Matrix idx of a round between its owner and the others: towards the owner, or back. */
+static void muon_move(Zero* z, int idx, bool back)
+{
+    MuonSpace* m = z->muon;
+    const Tensor* t = &z->shard->tensors[m->tensors[idx]];
+    int owner = muon_rank(z, idx), rank = z->comm->rank;
+    for (int i = 0; i < z->comm->num_ranks; i++) {
+        Range part = muon_part(z, t, i);
+        if (part.count == 0 || i == owner || (rank != owner && rank != i)) continue;
+        bool receives = (rank == owner) != back;
+        float* at = rank == owner ? m->whole + (part.first - t->first) : muon_grad(z, t, part.first);
+        if (receives) comm_receive(z->comm, at, part.count, rank == owner ? i : owner, z->compute);
+        else comm_send(z->comm, at, part.count, rank == owner ? i : owner, z->compute);
+    }
+    Range own = muon_part(z, t, rank);
+    if (rank != owner || own.count == 0) return;
+    float *place = m->whole + (own.first - t->first), *grad = muon_grad(z, t, own.first);
+    CUDA_CHECK(cudaMemcpyAsync(back ? grad : place, back ? place : grad, own.count * sizeof(float),
+                               cudaMemcpyDeviceToDevice, z->compute));
+}
+
+/* The gradients of hidden matrices become the directions of their steps. */
+static void muon_begin(Zero* z, OptimizerConfig config)
+{
+    MuonSpace* m = z->muon;
+    for (int u = 0; u < z->shard->num_units; u++) unit_update<Rule::MUON_MOMENTUM>(z, u, config, true);
+    if (z->stage == 0 || z->comm->num_ranks == 1) {
+        for (int i = 0; i < m->num_tensors; i++) {
+            const Tensor* t = &z->shard->tensors[m->tensors[i]];
+            muon_tensor(z, t, muon_grad(z, t, t->first));
+        }
+        return;
+    }
+    for (int first = 0; first < m->num_tensors; first += z->comm->num_ranks) {
+        int end = first + z->comm->num_ranks < m->num_tensors ? first + z->comm->num_ranks : m->num_tensors;
+        int mine = first + z->comm->rank;
+        for (bool back : {false, true}) {
+            comm_group_begin(z->comm);
+            for (int idx = first; idx < end; idx++) muon_move(z, idx, back);
+            comm_group_end(z->comm);
+            if (!back && mine < end) muon_tensor(z, &z->shard->tensors[m->tensors[mine]], m->whole);
+        }
+    }
+}
+
+/* Bytes that this rank sends for the optimizer's sake in a step. */
+static size_t optimizer_wire_bytes(const Zero* z)
+{
+    const Shard* s = z->shard;
+    if (!z->training) return 0;
+    if (z->optimizer->optimizer == Optimizer::LAMB)
+        return comm_all_reduce_bytes(z->comm, 2 * (size_t)s->num_tensors, sizeof(double));
+    if (z->optimizer->optimizer != Optimizer::MUON || z->stage == 0) return 0;
+    size_t elems = 0;
+    for (int i = 0; i < z->muon->num_tensors; i++) {
+        const Tensor* t = &s->tensors[z->muon->tensors[i]];
+        size_t own = muon_part(z, t, z->comm->rank).count;
+        elems += muon_rank(z, i) == z->comm->rank ? tensor_elems(t) - own : own;
+    }
+    return elems * sizeof(float);
+}
+
+// --------------------------------------------------------------------------------------------------------- the step
+static void unit_step(Zero* z, int u, OptimizerConfig config)
+{
+    switch (config.optimizer) {
+    case Optimizer::ADAMW: unit_update<Rule::ADAMW>(z, u, config); break;
+    case Optimizer::ADAM: unit_update<Rule::ADAM>(z, u, config); break;
+    case Optimizer::SGD: unit_update<Rule::SGD>(z, u, config); break;
+    case Optimizer::LAMB: unit_update<Rule::LAMB_STEP>(z, u, config); break;
+    case Optimizer::LION: unit_update<Rule::LION>(z, u, config); break;
+    case Optimizer::ADAGRAD: unit_update<Rule::ADAGRAD>(z, u, config); break;
+    case Optimizer::MUON:
+        unit_update<Rule::ADAMW>(z, u, config, false);
+        unit_update<Rule::MUON_STEP>(z, u, config, true);
+        break;
+    }
+}
+
+/* The boundary: norm, clip, optimizer on what this rank owns, parameters gathered. Order of SEMANTICS: reduce, overflow
+ * check, norm, clip, update, gather. A bucket is gathered while the next is updated, and the forward that follows waits
+ * for each bucket where it needs it. `slot` (0 or 1) takes the step's result for the host. */
+static void zero_step_end(Zero* z, StepConfig config, OptimizerConfig optimizer, int slot)
+{
+    const Shard* shard = z->shard;
+    stream_wait(z->compute, z->reduce, z->edge, "every gradient has arrived");
+    for (int u = 0; u < shard->num_units; u++) {
+        Range slice = shard_slice(shard, u, z->comm->rank);
+        global_norm_accumulate(z->step_sums, z->norm_scratch, zero_reduced_grad(z, u, slice.first), slice.count,
+                               z->compute);
+    }
+    comm_all_reduce(z->comm, z->step_sums, NUM_STEP_SUMS, ncclFloat64, z->compute);
+    step_state_update(z->state, z->step_sums, config, z->compute);
+    CUDA_CHECK(cudaMemcpyAsync(&z->h_state[slot], z->state, sizeof(StepState), cudaMemcpyDeviceToHost, z->compute));
+    if (optimizer.optimizer == Optimizer::LAMB) lamb_begin(z, optimizer);
+    if (optimizer.optimizer == Optimizer::MUON) muon_begin(z, optimizer);
+    const Buckets* buckets = &z->param_buckets;
+    for (int b = 0; b < buckets->num_buckets; b++) {
+        for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++) unit_step(z, u, optimizer);
+        zero_params_changed(z, b);
+    }
+}
