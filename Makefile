@@ -8,8 +8,10 @@ HAVE_NVCC      := $(shell command -v nvcc)
 HAVE_GPU       := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 DEFAULT_DEVICE := $(if $(and $(HAVE_NVCC),$(HAVE_GPU)),cuda,cpu)
 DEVICE         ?= $(DEFAULT_DEVICE)
-# Variants of the emulated build: CHECK=1 (kernels/cpu/emu_check.cpp) and COVERAGE=1 (dev/coverage.sh).
-VARIANT        := $(if $(filter emu,$(DEVICE)),$(if $(CHECK),check,$(if $(COVERAGE),coverage,emu)),$(DEVICE))
+# Variants of the emulated build: CHECK=1 (kernels/cpu/emu_check.cpp) and COVERAGE=1 (dev/coverage.sh). Of the CPU
+# build: SANITIZE=1 (addresses, undefined behaviour, leaks).
+VARIANT        := $(if $(filter emu,$(DEVICE)),$(if $(CHECK),check,$(if $(COVERAGE),coverage,emu)),$\
+                    $(if $(SANITIZE),sanitize,$(DEVICE)))
 BUILD          := build/$(VARIANT)
 ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
   NUM_CORES := $(shell nproc)
@@ -45,6 +47,10 @@ ifeq ($(DEVICE),cpu)
   LINK       := $(CXX) -fopenmp
   LIBS       += -lopenblas
   SUPPORT    := runtime nccl
+  ifdef SANITIZE
+    COMPILE  := $(filter-out -O3,$(COMPILE)) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
+    LINK     += -fsanitize=address,undefined
+  endif
 else ifeq ($(DEVICE),emu)
   PREC       ?= fp32 bf16 fp16
   TEST_PRECS := fp32 bf16 fp16
@@ -189,6 +195,7 @@ help:
 	@echo "DEVICE=cpu          g++, OpenMP, OpenBLAS; needs no GPU and no CUDA toolkit"
 	@echo "DEVICE=emu          the CUDA kernels themselves, run on the CPU: for tests"
 	@echo "DEVICE=emu CHECK=1  the same, and every memory access is checked for races and bounds (build/check)"
+	@echo "DEVICE=cpu SANITIZE=1  the same under AddressSanitizer and UndefinedBehaviorSanitizer (build/sanitize)"
 	@echo "DEVICE=cuda         nvcc, cuBLASLt, NCCL"
 	@echo "PREC='fp32 bf16'    precisions to compile (now: $(PREC))"
 	@echo "ARCH='80 90'        GPU architectures (cuda; default: the cards found, else 80 90 100)"

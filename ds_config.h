@@ -162,6 +162,7 @@ static void ds_optimizer(DsConfig* c, const cJSON* value)
         if (kind.beta1 != nullptr) ds_set_default(c, "beta1", kind.beta1);
         if (kind.beta2 != nullptr) ds_set_default(c, "beta2", kind.beta2);
         if (kind.eps != nullptr) ds_set_default(c, "eps", kind.eps);
+        if (strcmp(kind.ours, "sgd") == 0) ds_set_default(c, "momentum", "0");
         if (strcmp(kind.ours, "muon") == 0) {
             const cJSON* lr = ds_value(c, "optimizer.params.lr");
             static char text[64];
@@ -246,14 +247,8 @@ static void ds_offload(DsConfig* c, const cJSON* value)
 {
     char buf[64];
     if (ds_is_off(value)) ds_say(c, "off");
-    else ds_refuse(c, "%s: offload is not there yet: set device to none, and see --plan for what fits",
-                   ds_text(value, buf));
-}
-
-static void ds_cpu_checkpointing(DsConfig* c, const cJSON* value)
-{
-    if (ds_is_off(value)) ds_say(c, "off");
-    else ds_refuse(c, "what the backward starts from stays on the device: -r K keeps the input of every K-th block");
+    else ds_refuse(c, "%s: parameters and optimizer states stay on the device: set device to none; --plan says what "
+                   "fits", ds_text(value, buf));
 }
 
 static bool ds_block_enabled(const cJSON* block) { return cJSON_IsTrue(json_get(block, "enabled")); }

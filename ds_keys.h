@@ -49,7 +49,7 @@
     SAME("optimizer.params.adam_w_mode",    "read with optimizer.type") \
     ONLY("optimizer.params.bias_correction", "true", "Adam corrects its moments") \
     SAME("optimizer.params.amsgrad",        "DeepSpeed refuses true itself") \
-    FLAG("optimizer.params.fp32_optimizer_states", "state_dtype=fp32", "") \
+    ONLY("optimizer.params.fp32_optimizer_states", "true", "bf16.bf16_optimizer_states asks for the other") \
     FLAG("optimizer.params.momentum",       "momentum", "") \
     FLAG("optimizer.params.nesterov",       "nesterov", "") \
     FLAG("optimizer.params.dampening",      "dampening", "") \
@@ -169,7 +169,7 @@
     ONLY("sequence_parallel_size",          "1", "a sequence is not split over ranks") \
     ONLY("use_data_before_expert_parallelism", "false", "there are no experts") \
     ONLY("activation_checkpointing.partition_activations", "false", "activations are not split over ranks") \
-    RULE("activation_checkpointing.cpu_checkpointing", ds_cpu_checkpointing, "") \
+    FLAG("activation_checkpointing.cpu_checkpointing", "offload=activations", "with -r block or K; the key alone recomputes nothing") \
     SAME("activation_checkpointing.contiguous_memory_optimization", "activations always lie one after another") \
     SAME("activation_checkpointing.number_checkpoints", "-r says what the backward makes again") \
     SAME("activation_checkpointing.synchronize_checkpoint_boundary", "streams wait for events, not for the device") \

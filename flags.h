@@ -45,6 +45,9 @@
     F(TEXT,   recompute,     'r', "none",    0, 0, "made again in the backward: none, cheap (norms), mlp, attention (and mlp), block, or K: K blocks at a time") \
     F(SWITCH, deterministic,  0,  false,     0, 0, "gradients are summed in rank order: the same bits whatever NCCL does") \
     F(INT,    check_replicas, 0,  0,         0, INT64_MAX, "every so many steps: do all ranks hold the same parameters? 0 = never") \
+    F(REAL,   spike_deviations, 0, 6,        0, 1e6, "say so when loss or norm is so many standard deviations above its running mean; 0 = never") \
+    F(INT,    spike_window,   0,  100,       2, 1 << 30, "steps that the running mean and deviation look back") \
+    F(SWITCH, spike_skip,     0,  false,     0, 0, "such a step changes nothing, as one with an Inf or NaN") \
     F(REAL,   timeout,        0,  600,       0, 1e9, "seconds without progress after which a rank says where it waits and ends the run; 0 = never") \
     F(INT,    seed,          's', 42,        0, INT64_MAX, "seed of the initial weights, the data order and the samples") \
     F(ONEOF,  optimizer,      0,  "adamw",   "adamw|adam|sgd|lamb|lion|adagrad|muon", 0, "optimizer; muon is for hidden matrices, the rest goes by adamw") \
@@ -58,8 +61,8 @@
     F(REAL,   muon_lr,        0,  0.02,      0, 1e3, "muon: peak learning rate of hidden matrices") \
     F(TEXT,   param_group,    0,  "",        0, 0, "rates of tensors by name: PATTERN:lr=FACTOR,wd=DECAY;PATTERN:... (shell patterns, a later one wins)") \
     F(REAL,   clip,           0,  1.0,       0, 1e30, "largest global gradient norm; 0 = off") \
-    F(ONEOF,  schedule,       0,  "cosine",  "constant|linear|cosine|wsd|wsd-sqrt", 0, "learning rate after warm-up") \
-    F(INT,    warmup,         0,  -1,       -1, INT64_MAX, "warm-up steps; -1 = 2 % of the steps, at most 700") \
+    F(ONEOF,  schedule,       0,  "cosine",  "constant|linear|cosine|wsd|wsd-sqrt|warmup-log|onecycle|lr-range-test", 0, "learning rate over the steps") \
+    F(INT,    warmup,         0,  -1,       -1, INT64_MAX, "warm-up steps; -1 = 2 % of the steps, at most 700, and half of them for onecycle") \
     F(REAL,   decay,          0,  0.2,       0, 1, "wsd: last share of the steps that falls") \
     F(REAL,   min_lr,         0,  -1,       -1, 1e3, "learning rate at the end; -1 = a tenth of the peak") \
     F(INT,    eval_every,     0,  0,         0, INT64_MAX, "validate every so many steps; 0 = at the end only") \
@@ -67,6 +70,7 @@
     F(INT,    eval_stride,    0,  0,         0, 1 << 24, "validation windows begin so many tokens apart and count what no window before has; 0 = -t") \
     F(INT,    save_every,     0,  0,         0, INT64_MAX, "checkpoint every so many steps; 0 = at the end only (with -o)") \
     F(TEXT,   resume,         0,  "",        0, 0, "checkpoint, or run folder and its newest complete checkpoint; auto = the one of -o if there is one") \
+    F(SWITCH, elastic,        0,  false,     0, 0, "with --resume: the checkpoint's global batch on any number of ranks; -g follows, -b is the most") \
     F(SWITCH, from_scratch,   0,  false,     0, 0, "take only config.json from the folder given with -m") \
     F(INT,    log_every,      0,  1,         1, INT64_MAX, "print every so many steps (the log file has all)") \
     F(INT,    hash_every,     0,  0,         0, INT64_MAX, "state hash into the log every so many steps; always at checkpoints and the end") \
@@ -94,13 +98,14 @@
     F(INT,    shard_bytes,    0,  5000000000, 1, INT64_MAX, "--export splits weights into files of at most so many bytes, with an index") \
     F(TEXT,   config,         0,  "",        0, 0, "DeepSpeed's JSON: its keys become flags; flags given here stand against it") \
     F(SWITCH, print_config,   0,  false,     0, 0, "print every flag, its value and where that comes from, and stop") \
+    F(SWITCH, report,         0,  false,     0, 0, "what this binary is made of and finds here, what is missing and how to mend it") \
     F(SWITCH, version,        0,  false,     0, 0, "what this binary is built from and with") \
     F(SWITCH, help,          'h', false,     0, 0, "this list")
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
     "tp pp sp offload offload-dir keep " \
-    "bench report fp32-tensors profile " \
+    "bench fp32-tensors profile " \
     "tune repeat dropout"
 
 #define VALUES_LATER "1bit-adam 01-adam 1bit-lamb onebitadam zerooneadam onebitlamb"

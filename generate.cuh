@@ -230,6 +230,7 @@ typedef struct Generator {
     bool* stops;                    // (V)
     bool streams;                   // one prompt, printed as it grows
     bool speaks;                    // this rank prints
+    JsonText* heard;                // what streams goes here as well; may be null
     Lines* input;                   // of JSON; null: the one prompt
     int num_read;
     // what is printed at the end
@@ -373,13 +374,19 @@ static void prompt_write(const Prompt* p, const Model* m, const Generator* g, do
     cJSON_Delete(j);
 }
 
+static void print_text(const Generator* g, const char* text, size_t length)
+{
+    fwrite(text, 1, length, stdout);
+    fflush(stdout);
+    if (g->heard != nullptr) json_text_add(g->heard, "%.*s", (int)length, text);
+}
+
 static void print_token(const Generator* g, int id)
 {
     if (id >= g->tokenizer->vocab_size) return;
     size_t length;
     const char* text = tokenizer_token(g->tokenizer, id, &length);
-    fwrite(text, 1, length, stdout);
-    fflush(stdout);
+    print_text(g, text, length);
 }
 
 // ----------------------------------------------------------------------------------------------------------- loops
@@ -510,7 +517,7 @@ static void generate_all(Model* m, Decoder* decoder, Generator* g, Prompt* first
         while (begins < g->tokenizer->num_prefix && first->ids[begins] == g->tokenizer->prefix[begins]) begins++;
         size_t length;
         char* text = text_of_ids(g, first->ids + begins, first->num_prompt - begins, &length);
-        fwrite(text, 1, length, stdout);
+        print_text(g, text, length);
         free(text);
     }
     if (decoder != nullptr) generate_cached(decoder, g, first);
@@ -597,10 +604,12 @@ static void generate(Model* m, Decoder* decoder, const Flags* f, const char* tok
     generator_close(&g);
 }
 
-/* Prints h_ids (num_ids) as text and what follows. */
-static void generate_sample(Model* m, const Flags* f, const char* tokenizer_path, const int* h_ids, int num_ids)
+/* Prints h_ids (num_ids) as text and what follows; adds it to *heard. */
+static void generate_sample(Model* m, const Flags* f, const char* tokenizer_path, const int* h_ids, int num_ids,
+                            JsonText* heard)
 {
     Generator g = generator_open(m, f, tokenizer_path);
+    g.heard = heard;
     Prompt first = {};
     int* ids = (int*)malloc_checked(num_ids * sizeof(int));
     memcpy(ids, h_ids, num_ids * sizeof(int));

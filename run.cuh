@@ -77,6 +77,24 @@ static void batch_arithmetic(Run* run, int num_ranks)
     run->global_batch = (size_t)(B * G * R);
 }
 
+/* --elastic: the checkpoint's global batch on the ranks that are here: the largest micro-batch up to -b that divides a
+ * rank's share, and the micro-steps that it takes. */
+static void batch_of_checkpoint(Run* run, const char* folder)
+{
+    const Flags* f = run->flags;
+    size_t R = (size_t)run->comm.num_ranks, batch = checkpoint_global_batch(folder), fits = R;
+    ENSURE(!f->given[FLAG_batch] || (size_t)f->batch == batch, "--elastic keeps the global batch of %zu sequences in "
+           "%s, --batch is %lld: leave it out", batch, folder, (long long)f->batch);
+    while (batch % fits != 0) fits--;
+    ENSURE(fits == R, "--elastic: the global batch of %zu sequences in %s does not divide over %zu ranks; the most "
+           "that it divides over below that is %zu: start those", batch, folder, R, fits);
+    size_t share = batch / R, B = (size_t)f->micro_batch < share ? (size_t)f->micro_batch : share;
+    while (share % B != 0) B--;
+    run->B = (int)B;
+    run->G = (int)(share / B);
+    run->global_batch = batch;
+}
+
 static bool path_exists(const char* folder, const char* name, char (&path)[4096])
 {
     snprintf(path, sizeof path, "%s%s%s", folder, name[0] ? "/" : "", name);
@@ -188,11 +206,16 @@ static StepConfig step_config(const Run* run)
     c.peak_lr = f->lr;
     c.min_lr = f->min_lr < 0 ? 0.1 * f->lr : f->min_lr;
     c.total_steps = run->num_steps;
-    c.warmup_steps = f->warmup < 0 ? (run->num_steps / 50 < 700 ? run->num_steps / 50 : 700) : (size_t)f->warmup;
+    c.warmup_steps = run->num_steps / 50 < 700 ? run->num_steps / 50 : 700;
+    if (c.schedule == Schedule::ONECYCLE) c.warmup_steps = run->num_steps / 2;
+    if (f->warmup >= 0) c.warmup_steps = (size_t)f->warmup;
     c.decay_share = f->decay;
     c.max_norm = f->clip;
     c.beta1 = f->beta1;
     c.beta2 = optimizer_beta2(f);
+    c.spike_deviations = f->spike_deviations;
+    c.spike_window = (double)f->spike_window;
+    c.spike_skips = f->spike_skip;
     c.nominal_toks = (double)run->global_batch * run->T;
     c.dynamic_loss_scale = is_fp16() && f->loss_scale == 0;
     c.min_loss_scale = f->min_loss_scale;
@@ -323,4 +346,22 @@ static size_t device_free_bytes(const Run* run)
     size_t free_bytes, total_bytes;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
     return run->flags->plan ? free_bytes : (size_t)-comm_max_host(&run->comm, -(double)free_bytes);
+}
+
+/* "memory": {"device": {label: MiB, ...}, "host": {...}}: the plan, per rank. */
+static void log_plan(RunLog* log, const Plan* p)
+{
+    log_key(log, "memory");
+    log_begin(log);
+    for (Place place : {Place::DEVICE, Place::HOST}) {
+        log_key(log, place == Place::DEVICE ? "device" : "host");
+        log_begin(log);
+        for (int i = 0; i < p->num_rows; i++) {
+            size_t bytes = plan_label_bytes(p, i);
+            if (p->rows[i].place == place && bytes > 0) log_real(log, p->rows[i].label, bytes / 1048576.0);
+        }
+        fputc('}', log->f);
+        log->first_member = false;
+    }
+    fputc('}', log->f);
 }

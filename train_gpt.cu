@@ -8,13 +8,15 @@
  * passes.cuh       forward and backward      zero/weights.h init.h       weights: read, written, made
  * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
  * choices.cuh      multiple choice           kernels/device.cuh          the device
- *                                            ds_config.h ds_keys.h       DeepSpeed's JSON as flags
+ * environment.cuh  what --report prints      ds_config.h ds_keys.h       DeepSpeed's JSON as flags
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"
 #include "ds_config.h"
+#include "environment.cuh"
 #include "choices.cuh"
 #include "generate.cuh"
+#include "same.cuh"
 #include "zero/init.h"
 
 #define VERSION "0.1.0"
@@ -97,8 +99,35 @@ static void print_start(Run* run, const char* model_name)
     fflush(stdout);
 }
 
-static void print_step(Run* run, const StepState* s, size_t step, double took_s)
+/* Where the Inf or NaN is for which a step was skipped: a tensor's gradient, or the loss alone. Synchronises. */
+static const char* nonfinite_name(Run* run, int slot)
 {
+    int t = zero_first_nonfinite(&run->zero, slot);
+    return t >= 0 ? run->model.shard.tensors[t].name : "the loss";
+}
+
+/* What is unusual about a step, for its line and into the log. Every rank comes here. */
+static void remark_step(Run* run, const StepState* s, int slot, char (&text)[256])
+{
+    text[0] = 0;
+    if (s->skip == Skip::NO_TOKS) snprintf(text, sizeof text, " | no token counted: nothing changed");
+    if (s->skip == Skip::NONFINITE) {
+        const char* name = nonfinite_name(run, slot);
+        snprintf(text, sizeof text, " | SKIPPED: Inf or NaN in %s", name);
+        log_text(&run->log, "nonfinite", name);
+    } else if (s->is_spike) {
+        bool loss = s->loss_deviations > s->norm_deviations;
+        snprintf(text, sizeof text, " | %s: %s %.1f deviations above its mean",
+                 s->skip == Skip::SPIKE ? "SKIPPED" : "WARNING", loss ? "loss" : "norm",
+                 loss ? s->loss_deviations : s->norm_deviations);
+        log_real(&run->log, "loss_deviations", s->loss_deviations);
+        log_real(&run->log, "norm_deviations", s->norm_deviations);
+    }
+}
+
+static void print_step(Run* run, const StepState* s, size_t step, int slot, double took_s)
+{
+    char remark[256];
     const Flags* f = run->flags;
     run->mean_step_s = run->mean_step_s == 0 ? took_s : 0.9 * run->mean_step_s + 0.1 * took_s;
     double toks_per_s = s->num_toks / took_s;
@@ -112,11 +141,12 @@ static void print_step(Run* run, const StepState* s, size_t step, double took_s)
     log_real(&run->log, "step_ms", took_s * 1e3);
     log_real(&run->log, "tok_per_s", toks_per_s);
     log_int(&run->log, "tokens", (long long)s->num_toks);
-    log_int(&run->log, "skipped", s->skip == Skip::NONFINITE);
+    log_int(&run->log, "skipped", s->skip == Skip::NONFINITE || s->skip == Skip::SPIKE);
     log_real(&run->log, "host_mib", resident_bytes() / 1048576.0);
     if (is_fp16()) log_real(&run->log, "loss_scale", s->used_loss_scale);
+    remark_step(run, s, slot, remark);
     if (run->comm.rank != 0) return;
-    if (step % f->log_every != 0 && step != run->num_steps) return;
+    if (step % f->log_every != 0 && step != run->num_steps && !remark[0]) return;
     char loss[32] = "n/a", eta[32];
     if (s->num_toks > 0) snprintf(loss, sizeof loss, "%.6f", s->loss);
     long left_s = (long)(run->mean_step_s * (double)(run->num_steps - step) + 0.5);
@@ -132,9 +162,7 @@ static void print_step(Run* run, const StepState* s, size_t step, double took_s)
     if (peak_share > 0) printf(" | %.1f%% peak", 100 * peak_share);
     if (is_fp16()) printf(" | scale %g", s->used_loss_scale);
     printf(" | %.2f GiB | eta %s%s\n", plan_bytes(&run->plan, Place::DEVICE) / 1073741824.0, eta,
-           s->skip == Skip::NONFINITE ? " | SKIPPED: a gradient is Inf or NaN"
-           : s->skip == Skip::NO_TOKS ? " | no token counted: nothing changed"
-                                      : "");
+           remark);
     fflush(stdout);
 }
 
@@ -197,16 +225,12 @@ static void train_step(Run* run)
 }
 
 /* Every rank comes here at the same step. */
-[[noreturn]] static void stop_at_nonfinite(Run* run, const StepState* s, size_t step)
+[[noreturn]] static void stop_at_nonfinite(Run* run, const StepState* s, size_t step, int slot)
 {
-    int t = zero_first_nonfinite(&run->zero);
-    char found[160] = "";
-    if (t >= 0)
-        snprintf(found, sizeof found, "; the first tensor with an Inf or NaN%s is %s",
-                 step < run->step ? ", in the step after," : "", run->model.shard.tensors[t].name);
-    die("step %zu: the gradient is not finite, %s%s (loss %g): lower -l, or look at the data; "
-        "the last checkpoint is as it was",
-        step, s->loss_scale_exhausted ? "at the smallest loss scale" : "10 times in a row", found, s->loss);
+    die("step %zu: the gradient is not finite, %s; there is an Inf or NaN in %s (loss %g): lower -l, or look at the "
+        "data; the last checkpoint is as it was", step,
+        s->loss_scale_exhausted ? "at the smallest loss scale" : "10 times in a row", nonfinite_name(run, slot),
+        s->loss);
 }
 
 /* Waits for the result of step `step` (counted from 1), prints and logs it, stops when numbers have gone wrong for
@@ -218,14 +242,14 @@ static void finish_step(Run* run, size_t step, const char* hash)
     CUDA_CHECK(cudaEventSynchronize(run->step_ended[slot]));
     CUDA_CHECK(cudaEventElapsedTime(&took_ms, run->step_begun[slot], run->step_ended[slot]));
     const StepState* s = &run->zero.h_state[slot];
-    print_step(run, s, step, took_ms * 1e-3);
+    print_step(run, s, step, slot, took_ms * 1e-3);
     if (hash != nullptr) log_text(&run->log, "state_hash", hash);
     log_end(&run->log);
     run->seen_skip = s->skip == Skip::NONFINITE;
     Ask ask = s->asked_to_end ? Ask::END : s->asked_to_save ? Ask::SAVE : Ask::NONE;
     if (ask > run->ask) run->ask = ask;
     if (s->loss_scale_exhausted || (s->num_skipped_in_a_row >= 10 && !run->config.dynamic_loss_scale))
-        stop_at_nonfinite(run, s, step);
+        stop_at_nonfinite(run, s, step, slot);
 }
 
 typedef struct { double loss; double num_tokens; } EvalResult;   // of no token: cut short
@@ -315,6 +339,7 @@ static void save(Run* run)
     const StepState* last = &run->zero.h_state[(run->step - 1) % STEPS_IN_FLIGHT]; // settled: a save waits for its step
     state.num_applied = last->num_applied;
     state.num_skipped = last->num_skipped;
+    state.spikes = last->spikes;
     state.has_loss_scale = is_fp16();
     state.loss_scale = last->loss_scale;
     state.num_good_steps = last->num_good_steps;
@@ -386,6 +411,7 @@ static void resume(Run* run, const char* folder)
     StepState device_state = step_state_init(run->config, first_loss_scale(run->flags));
     device_state.num_applied = state.num_applied;
     device_state.num_skipped = state.num_skipped;
+    device_state.spikes = state.spikes;
     if (run->config.dynamic_loss_scale && state.has_loss_scale) {
         device_state.loss_scale = state.loss_scale;
         device_state.num_good_steps = state.num_good_steps;
@@ -427,27 +453,19 @@ static void say_sample(Run* run)
         loader_next(run->val, run->h_tokens[0], run->h_targets[0]);
         if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens[0], num_ids * sizeof(int));
         SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
-        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids);
+        JsonText heard = {};
+        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids, &heard);
+        if (heard.text != nullptr) {
+            char* valid = text_as_utf8(heard.text, heard.length);
+            log_begin(&run->log);
+            log_int(&run->log, "step", (long long)run->step);
+            log_text(&run->log, "sample", valid);
+            log_end(&run->log);
+            free(valid);
+        }
+        json_text_free(&heard);
     }
     comm_barrier_idle(&run->comm);
-}
-
-/* "memory": {"device": {label: MiB, ...}, "host": {...}}: the plan, per rank. */
-static void log_plan(RunLog* log, const Plan* p)
-{
-    log_key(log, "memory");
-    log_begin(log);
-    for (Place place : {Place::DEVICE, Place::HOST}) {
-        log_key(log, place == Place::DEVICE ? "device" : "host");
-        log_begin(log);
-        for (int i = 0; i < p->num_rows; i++) {
-            size_t bytes = plan_label_bytes(p, i);
-            if (p->rows[i].place == place && bytes > 0) log_real(log, p->rows[i].label, bytes / 1048576.0);
-        }
-        fputc('}', log->f);
-        log->first_member = false;
-    }
-    fputc('}', log->f);
 }
 
 static void log_start(Run* run, const char* model_name)
@@ -472,20 +490,6 @@ static void log_start(Run* run, const char* model_name)
     log_end(&run->log);
 }
 
-/* What all ranks must agree on before the first collective. */
-static uint64_t run_hash(const Run* run)
-{
-    uint64_t hash = fnv1a64(VERSION, sizeof VERSION);
-    for (const FlagRow& row : flag_rows) {
-        char buf[64];
-        const char* value = flag_value(run->flags, &row, buf);
-        hash = fnv1a64(value, strlen(value) + 1, hash);
-    }
-    hash = fnv1a64(&run->train_set.num_toks, sizeof run->train_set.num_toks, hash);
-    hash = fnv1a64(&run->val_set.num_toks, sizeof run->val_set.num_toks, hash);
-    return fnv1a64(run->model.shard.units, run->model.shard.num_units * sizeof(Unit), hash);
-}
-
 /* Flags, files and plan: all that can be refused before anything is allocated. Returns the model's name; resume_path is
  * the checkpoint to go on from, or empty. */
 static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
@@ -503,6 +507,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
     batch_arithmetic(run, run->comm.num_ranks);
+    if (f->elastic && resume_path[0]) batch_of_checkpoint(run, resume_path);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
     rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, storage_from_flags(f)};
@@ -559,6 +564,9 @@ static void run_free(Run* run)
     plan_run_free(run);
     plan_free(&run->plan);
     shard_free(&run->model.shard);
+    token_set_close(&run->train_set);
+    token_set_close(&run->val_set);
+    free((void*)run->model.config.hf_text);
     matmul_free();
 }
 
@@ -574,7 +582,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
     const char* model_name = run_prepare(run, trains, resume_path);
     if (trains || f->plan) print_start(run, model_name);
     if (f->plan) return;
-    comm_ensure_same(comm, run_hash(run), "build, flags, data or model");
+    ensure_same_start(run);
     run_allocate(run, model_name, resume_path);
     if (exports) {
         weights_export(&run->zero, f->export_, weights_dtype(f->export_dtype), (size_t)f->shard_bytes,
@@ -621,24 +629,24 @@ static void refuse_what_is_not_there(const Flags* f)
         die_usage("--export-dtype and --shard-bytes go with --export; checkpoints hold fp32");
     if (f->given[FLAG_epochs] && f->given[FLAG_steps])
         die_usage("-n and --epochs both say where the run ends: give one");
+    if (f->elastic && !f->given[FLAG_resume]) die_usage("--elastic goes with --resume: it keeps a checkpoint's batch");
+    if (f->given[FLAG_save_every] && !f->out[0]) die_usage("--save-every needs -o FOLDER to save to");
+    if (f->given[FLAG_min_lr] && f->min_lr > f->lr)
+        die_usage("--min-lr %g is above the peak --lr %g: lower it", f->min_lr, f->lr);
     int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_] +
                 f->given[FLAG_choices];
     if (modes > 1)
         die_usage("--plan, --eval, --choices, --generate, --prompts and --export are different modes: give one");
 }
 
-static void print_version(void)
-{
-    printf("train_gpt " VERSION ", compiled %s with %s, device %s\n", __DATE__, __VERSION__,
 #if defined(DEVICE_CUDA)
-           "cuda"
+#define DEVICE_KIND "cuda"
 #elif defined(DEVICE_EMU)
-           "emu"
+#define DEVICE_KIND "emu"
 #else
-           "cpu"
+#define DEVICE_KIND "cpu"
 #endif
-    );
-}
+#define VERSION_LINE VERSION ", compiled " __DATE__ " with " __VERSION__ ", device " DEVICE_KIND
 
 /* The precisions that this binary holds: Makefile's PREC, or this one alone. */
 static const struct { const char* name; decltype(run_all_fp32)* run_all; } precisions[] = {
@@ -656,20 +664,27 @@ static const struct { const char* name; decltype(run_all_fp32)* run_all; } preci
 #endif
 };
 
+static const char* precisions_have(char (&have)[32])
+{
+    have[0] = 0;
+    for (const auto& p : precisions)
+        snprintf(have + strlen(have), sizeof have - strlen(have), "%s%s", have[0] ? " " : "", p.name);
+    return have;
+}
+
 static decltype(run_all_fp32)* precision_find(const char* name)
 {
-    char have[32] = "";
-    for (const auto& p : precisions) {
-        if (strcmp(p.name, name) == 0) return p.run_all;
-        snprintf(have + strlen(have), sizeof have - strlen(have), " %s", p.name);
-    }
-    die_usage("-p %s is not in this binary, have%s: build it in with make PREC='%s'", name, have, name);
+    char have[32];
+    for (const auto& p : precisions) if (strcmp(p.name, name) == 0) return p.run_all;
+    die_usage("-p %s is not in this binary, have %s: build it in with make PREC='%s'", name, precisions_have(have),
+              name);
 }
 
 int main(int argc, char** argv)
 {
     Flags flags;
     Comm comm;
+    char have[32];
     die_rank = comm_launcher_rank();
     flags_parse(&flags, argc, argv);
     DsConfig config;
@@ -682,9 +697,10 @@ int main(int argc, char** argv)
     }
     auto run_all = precision_find(flags.precision);
     refuse_what_is_not_there(&flags);
-    if (flags.help || flags.version) {
+    if (flags.help || flags.version || flags.report) {
         if (die_rank == 0 && flags.help) flags_help(stdout);
-        if (die_rank == 0 && flags.version) print_version();
+        if (die_rank == 0 && flags.version) printf("train_gpt " VERSION_LINE "\n");
+        if (die_rank == 0 && flags.report) environment_print(VERSION_LINE, precisions_have(have));
         return 0;
     }
     comm_init(&comm);

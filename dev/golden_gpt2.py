@@ -7,6 +7,7 @@
 gpt2_124m.json   losses, norms and learning rates of 10 steps of the 124M model at B=4, T=64
 gpt2_tiny.json   an odd-sized model (vocabulary 97, MLP 112, erf GELU): the same for 20 steps, and the norm of every
                  tensor's gradient at the first step
+gpt2_16bit.json  the odd-sized model in fp64, and in bf16 and fp16 with fp32 master weights: losses of 10 steps
 Each file also holds everything needed to run it again: model, data formula, hyper-parameters.
 """
 import json
@@ -48,7 +49,8 @@ def forward(w, config, idx, targets):
         inner = F.gelu(linear(norm(x, h + "ln_2"), h + "mlp.c_fc"), approximate=approximate)
         x = x + linear(inner, h + "mlp.c_proj")
     logits = norm(x, "transformer.ln_f") @ w["transformer.wte.weight"].T
-    return F.cross_entropy(logits.view(B * T, -1), targets.reshape(-1))
+    return F.cross_entropy(logits.view(B * T, -1).to(torch.promote_types(logits.dtype, torch.float32)),
+                           targets.reshape(-1))
 
 
 def learning_rate(step, hyper):
@@ -59,8 +61,12 @@ def learning_rate(step, hyper):
     return hyper["min_lr"] + 0.5 * (1 + math.cos(math.pi * progress)) * (hyper["lr"] - hyper["min_lr"])
 
 
-def train(config, hyper):
-    w = {name: torch.from_numpy(a).requires_grad_() for name, a in init.gpt2_weights(config, hyper["seed"]).items()}
+def train(config, hyper, dtype=torch.float32):
+    """In 16 bits what is trained is the fp32 weights; the model sees them rounded, and its loss is taken in fp32."""
+    master = torch.promote_types(dtype, torch.float32)
+    w = {name: torch.from_numpy(a).to(master).requires_grad_()
+         for name, a in init.gpt2_weights(config, hyper["seed"]).items()}
+    loss_scale = 2.0**16 if dtype == torch.float16 else 1.0
     groups = [{"params": [p for p in w.values() if p.dim() == 2], "weight_decay": hyper["weight_decay"]},
               {"params": [p for p in w.values() if p.dim() == 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=hyper["lr"], betas=(hyper["beta1"], hyper["beta2"]), eps=hyper["eps"])
@@ -71,9 +77,11 @@ def train(config, hyper):
         start = time.time()
         first = step * B * T
         idx, targets = data[first:first + B * T].view(B, T), data[first + 1:first + B * T + 1].view(B, T)
-        loss = forward(w, config, idx, targets)
+        loss = forward({name: p.to(dtype) for name, p in w.items()}, config, idx, targets)
         optimizer.zero_grad()
-        loss.backward()
+        (loss * loss_scale).backward()
+        for p in w.values():
+            p.grad.div_(loss_scale)
         if step == 0:
             result["first_grad_norms"] = {name: p.grad.double().norm().item() for name, p in w.items()}
         norm = torch.stack([p.grad.double().norm() for p in w.values()]).norm().item()
@@ -91,10 +99,13 @@ def train(config, hyper):
     return result
 
 
-def write(name, config, hyper):
+def write(name, config, hyper, precisions=None):
     torch.manual_seed(0)
     result = {"made_by": "dev/golden_gpt2.py", "torch": torch.__version__, "config": config, "hyper": hyper}
-    result.update(train(config, hyper))
+    if precisions is None:
+        result.update(train(config, hyper))
+    else:
+        result["losses"] = {str(dtype)[6:]: train(config, hyper, dtype)["losses"] for dtype in precisions}
     path = GOLDEN / name
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {path}")
@@ -104,4 +115,6 @@ if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
     common = {"seed": 1337, "data_seed": 42, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
     write("gpt2_tiny.json", init.TINY, dict(common, B=4, T=24, steps=20, warmup=4, lr=3e-3, min_lr=3e-4))
+    write("gpt2_16bit.json", init.TINY, dict(common, B=4, T=24, steps=10, warmup=2, lr=1e-3, min_lr=1e-4),
+          [torch.float64, torch.float32, torch.bfloat16, torch.float16])
     write("gpt2_124m.json", init.GPT2_124M, dict(common, B=4, T=64, steps=10, warmup=3, lr=1e-4, min_lr=1e-5))

@@ -5,30 +5,38 @@ stream wait, event record, host wait and collective of the program is removed or
   dev/mutate.py                    all; prints each mutation with what noticed it, then the survivors
   dev/mutate.py --list             the mutations, and nothing is built
   dev/mutate.py --only attention   those whose file:line or text contains this
+  dev/mutate.py --log FILE         the same into a file
 
-Works on the source text, in build/mutate. A mutated op is compiled alone with its own table of op tests, for the
-checked emulator and then the plain one under several seeds; a mutated host file with train_gpt, which then trains a
-tiny model in layouts that between them come by every line, and must print the losses and state hashes of the program
-as it is.
+All mutations are compiled at once, into a copy of the tree in build/mutate: each is asked for by `if (mutant(17))`,
+and the environment says which one is on. First every test runs with none, which tells how long it takes and which
+mutations it comes by; then each mutation meets the tests that come by it, the shortest first, until one fails. Tests
+are the rows of the op tests' tables, and what train_gpt does with a tiny model in the layouts of TESTS, which must give
+the losses, state hashes and files of the program as it is; in the checked emulator first, then in the plain one under
+several seeds.
 Not mutated: SPARED, with the reason."""
 import argparse
-import dataclasses
+import concurrent.futures
+import hashlib
 import json
 import os
 import pathlib
 import random
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "mutate"
+TREE = WORK / "tree"
 PRECISIONS = ["fp32", "bf16"]
-PLAIN_SEEDS = [0, 1, 2, 3]
-TIMEOUT_S = 60
+CHECKED_SEEDS = [0, 1]       # and the rank that is slow
+PLAIN_SEEDS = [1, 2, 3]
 
 # (regular expression, kind). Each match of a statement is one mutation "removed"; see also SWAPS.
 STATEMENTS = [
@@ -40,6 +48,7 @@ STATEMENTS = [
     (r"CUDA_CHECK\(\s*cudaEventRecord\([^;]*\)\);", "event record"),
     (r"CUDA_CHECK\(\s*cuda(?:Stream|Event|Device)Synchronize\([^;]*\)\);", "host wait"),
     (r"NCCL_CHECK\(nccl(?:AllReduce|ReduceScatter|AllGather|Broadcast|Reduce|Send|Recv)\([^;]*\)\);", "collective"),
+    (r"MPI_CHECK\(MPI_(?:Bcast|I?[Bb]arrier|Allreduce|Allgather\w*|Gather\w*)\([^;]*\)\);", "collective"),
     (r"(?<!static void )comm_(?:all_reduce|reduce_scatter|all_gather|broadcast\w*|send|recv|barrier)\([^;{]*\);",
      "collective"),
 ]
@@ -53,29 +62,25 @@ SWAPS = [
      "event record: wrong stream"),
 ]
 # A barrier behind the next statement, where that is one of memory: a call, or an element.
-LATE = (r"(__sync(?:threads|warp)\(\);)(\s+)(?=\S)(?!#|(?:for|if|while|return|break|continue)\b|\w+ \w+\[[^\]]*\];)"
-        r"([^;{}#]*[\[(][^;{}]*;)")
-# "file: what is mutated" -> why nothing can show it.
+LATE = (r"(__sync(?:threads|warp)\(\);)(\s+)(?=\S)(?!#|(?:for|if|else|while|return|break|continue)\b|"
+        r"\w+ \w+\[[^\]]*\];)([^;{}#]*[\[(][^;{}]*;)")
+# "file: what is mutated", or with the kind "file: what is mutated: kind" -> why nothing can show it.
 SPARED = {
-    "zero/stages.h: cudaEventRecord(z->grad_ring_free[k], z->reduce)":
+    "zero/stages.h: CUDA_CHECK(cudaEventRecord(z->grad_ring_free[k], z->reduce));: event record: wrong stream":
         "at start-up: no stream has been given anything yet, so on any of them the event is complete at once",
-    "zero/stages.h: CUDA_CHECK(cudaStreamSynchronize(z->compute));":
-        "after a copy to pageable memory, which is complete when the call returns",
 }
 
 
-@dataclasses.dataclass
 class Mutation:
-    file: str
-    line: int
-    kind: str
-    before: str
-    text: str                                # the whole file, mutated
+    def __init__(self, number, file, line, kind, before):
+        self.number, self.file, self.line, self.kind, self.before = number, file, line, kind, before
+        self.spared = SPARED.get(f"{file}: {before}: {kind}", SPARED.get(f"{file}: {before}"))
 
     def __str__(self):
         return f"{self.file}:{self.line}: {self.kind}: {self.before}"
 
 
+# ---- the source with all mutations in it ------------------------------------------------------------------------
 def code_of(text):
     """Comments and strings blanked, of the same length."""
     pattern = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.S)
@@ -88,286 +93,393 @@ def sources():
     return files + sorted(ROOT.glob("*.cuh")) + [ROOT / "train_gpt.cu"]
 
 
-def mutations():
-    found = []
-    for path in sources():
-        text = path.read_text()
-        code, name = code_of(text), str(path.relative_to(ROOT))
+def mutate(path, found):
+    """The text of a file with its mutations, no line moved; adds them to `found`."""
+    text, name = path.read_text(), str(path.relative_to(ROOT))
+    code, edits, sites = code_of(text), [], {}
 
-        def add(match, replacement, kind):
-            line = code.count("\n", 0, match.start()) + 1
-            before = " ".join(text[match.start():match.end()].split())
-            if f"{name}: {before}" not in SPARED:
-                mutated = text[:match.start()] + replacement + text[match.end():]
-                found.append(Mutation(name, line, kind, before, mutated))
+    def mutation(match, kind):
+        before = " ".join(text[match.start():match.end()].split())
+        found.append(Mutation(len(found) + 1, name, code.count("\n", 0, match.start()) + 1, kind, before))
+        return f"mutant({found[-1].number})"
 
-        for pattern, kind in STATEMENTS:
-            for match in re.finditer(pattern, code):
-                if not re.search(r"(static|inline) .*$", code[:match.start()].rsplit("\n", 1)[-1]):
-                    add(match, ";", f"{kind} removed")
-        for match in re.finditer(LATE, code):
-            add(match, text[match.start(3):match.end(3)] + match[2] + match[1], "barrier behind the next statement")
-        for pattern, replacement, kind in SWAPS:
-            for match in re.finditer(pattern, code):
-                if not re.search(r"(static|inline) .*$", code[:match.start()].rsplit("\n", 1)[-1]):
-                    add(match, match.expand(replacement), kind)
-    return sorted(found, key=lambda m: (m.file, m.line))
+    def matches(pattern):
+        for match in re.finditer(pattern, code):
+            if not re.search(r"(static|inline) .*$", code[:match.start()].rsplit("\n", 1)[-1]):
+                yield match
 
-
-# ---- building ---------------------------------------------------------------------------------------------------
-def make_value(name, checked):
-    flags = ["DEVICE=emu"] + (["CHECK=1"] if checked else [])
-    return subprocess.run(["make", "-s", *flags, f"print-{name}"], cwd=ROOT, capture_output=True, text=True,
-                          check=True).stdout.split()
-
-
-class Builder:
-    def __init__(self):
-        self.source = WORK / "source"
-        shutil.rmtree(WORK, ignore_errors=True)
-        self.source.mkdir(parents=True)
-        names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True,
-                               text=True, check=True).stdout.split("\n")
-        for name in filter(None, names):
-            if (ROOT / name).is_file():
-                (self.source / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, self.source / name)
-        self.compile, self.link, self.objects = {}, {}, {}
-        for checked in (True, False):
-            objects = make_value("SUPPORT_OBJS", checked)
-            flags = ["DEVICE=emu"] + (["CHECK=1"] if checked else [])
-            subprocess.run(["make", "-s", *flags, *objects], cwd=ROOT, check=True)
-            self.objects[checked] = [str(ROOT / o) for o in objects]
-            self.compile[checked] = make_value("COMPILE", checked) + make_value("CHECKED", checked) + ["-w"]
-            self.link[checked] = make_value("LINK", checked), make_value("LIBS", checked)
-
-    def build(self, source, output, defines, checked):
-        """None, or what the compiler said."""
-        compiled = subprocess.run([*self.compile[checked], *defines, "-c", source, "-o", f"{output}.o"],
-                                  cwd=self.source, capture_output=True, text=True)
-        if compiled.returncode != 0:
-            return compiled.stderr
-        link, libs = self.link[checked]
-        subprocess.run([*link, f"{output}.o", *self.objects[checked], "-o", output, *libs], cwd=self.source, check=True)
-        return None
+    for pattern, kind in STATEMENTS:
+        for match in matches(pattern):
+            if not any(start <= match.start() < site["end"] for start, site in sites.items()):
+                sites[match.start()] = {"match": match, "end": match.end(), "kind": kind, "late": None, "swaps": []}
+    for match in re.finditer(LATE, code):
+        sites[match.start()]["late"] = match
+    for pattern, replacement, kind in SWAPS:
+        for match in matches(pattern):
+            start = max((s for s in sites if s <= match.start() < sites[s]["end"]), default=None)
+            if start is None:                # a part of an expression
+                condition = mutation(match, kind)
+                edits.append((match.start(), match.end(), f"({condition} ? {match.expand(replacement)} : {match[0]})"))
+            else:
+                at, end = match.start() - start, match.end() - start
+                whole = text[start:sites[start]["end"]]
+                sites[start]["swaps"].append((kind, whole[:at] + match.expand(replacement) + whole[end:]))
+    for start, site in sites.items():
+        match, statement = site["match"], text[start:site["end"]]
+        off = [mutation(match, site["kind"] + " removed")]
+        if site["kind"] == "collective":
+            found[-1].kind = "collective removed"
+            off.append(mutation(match, "collective: one rank stays away") + " && mutant_rank()")
+        one_line = " ".join(statement.split("\n"))
+        swaps = "".join(f"if ({mutation(match, kind)}) {' '.join(swap.split())} else "
+                        for kind, swap in site["swaps"])
+        if site["late"] is not None:
+            late = mutation(match, "barrier behind the next statement")
+            off.append(late)
+            edits.append((site["late"].end(), site["late"].end(), f" if ({late}) {one_line}"))
+        edits.append((start, site["end"], f"{{ {swaps}if (!({' || '.join(off)})) {statement} }}"))
+    # An insertion stands behind what ends there.
+    for start, end, replacement in sorted(edits, key=lambda e: (e[0], e[1] == e[0]), reverse=True):
+        text = text[:start] + replacement + text[end:]
+    return text
 
 
-def environment(**extra):
-    env = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", OMP_NUM_THREADS="1",
-               OPENBLAS_NUM_THREADS="1", OMPI_MCA_mpi_yield_when_idle="1", EMU_HANG_S="10",
-               OMPI_MCA_rmaps_base_oversubscribe="1", OMPI_MCA_btl_vader_single_copy_mechanism="none")
-    env.update({k: str(v) for k, v in extra.items()})
-    return env
+MUTANT_H = r"""#pragma once
+bool mutant(int number);     // is it the one that MUTANT names? Noted in the file that MUTANT_SEEN names.
+bool mutant_rank(void);      // the one rank that stays away
+void mutant_forget(void);
+bool mutant_was_seen(int number);
+"""
+MUTANT_CPP = r"""
+#include "mutant.h"
+#include <cstdlib>
+#include <cstring>
+#include <fcntl.h>
+#include <sys/mman.h>
+static const int MOST = 1 << 16;
+static char* map_seen(void)
+{
+    const char* name = getenv("MUTANT_SEEN");
+    int fd = name != nullptr ? open(name, O_RDWR) : -1;
+    void* p = mmap(nullptr, MOST, PROT_READ | PROT_WRITE, fd >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, fd, 0);
+    if (p == MAP_FAILED) abort();
+    return (char*)p;
+}
+static char* seen = map_seen();
+static const int chosen = getenv("MUTANT") != nullptr ? atoi(getenv("MUTANT")) : 0;
+static const bool is_away = getenv("OMPI_COMM_WORLD_RANK") != nullptr && atoi(getenv("OMPI_COMM_WORLD_RANK")) == 1;
+bool mutant(int number) { return seen[number] = 1, number == chosen; }
+bool mutant_rank(void) { return is_away; }
+void mutant_forget(void) { memset(seen, 0, MOST); }
+bool mutant_was_seen(int number) { return seen[number] != 0; }
+"""
+OPS_CU = r"""
+/* One row of the tables after another: without arguments each with its time and the mutations it comes by, with a list
+ * of numbers until one fails. */
+#define OP_TESTS
+#include "kernels/optest.h"
+INCLUDES
+static OpTotals totals;
+static void row_run(const OpTest* test, int row, int argc, char** argv)
+{
+    bool asked = argc == 1;
+    for (int i = 1; i < argc; i++) asked = asked || atoi(argv[i]) == row;
+    if (!asked) return;
+    mutant_forget();
+    double start_s = op_now_s();
+    op_test_row(test, false, 0, &totals);
+    if (totals.num_failed > 0) exit(1);
+    if (argc > 1) return;
+    printf("row %d %f", row, op_now_s() - start_s);
+    for (int k = 1; k < 1 << 16; k++) if (mutant_was_seen(k)) printf(" %d", k);
+    printf("\n");
+}
+int main(int argc, char** argv)
+{
+    int row = 0;
+    matmul_init();
+TABLES
+    matmul_free();
+}
+"""
 
 
-def run(command, **env):
-    """Exit code and output; 124 when it took too long."""
-    try:
-        done = subprocess.run([str(c) for c in command], cwd=ROOT, env=environment(**env), capture_output=True,
-                              text=True, errors="replace", timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
-        return done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired:
-        return 124, "too slow"
-
-
-def complaint(output):
-    for line in output.splitlines():
-        if line.startswith(("train_gpt:", "FAIL")):
-            return line[:140]
-    return (output.splitlines() or ["no output"])[-1][:140]
-
-
-# ---- ops --------------------------------------------------------------------------------------------------------
 def op_files():
     return [f.stem for f in sorted((ROOT / "kernels").glob("*.cuh")) if f"OpTest {f.stem}_tests[]" in f.read_text()]
 
 
-def ops_that_test(mutation):
-    """The op files whose tables come by this line: its own, those that include it by name, or those that use a function
-    of a shared header."""
-    own = pathlib.Path(mutation.file)
-    if own.stem in op_files():
-        return [own.stem]
-    if own.name != "vec.cuh":
-        return [op for op in op_files() if f'"{own.name}"' in (ROOT / "kernels" / f"{op}.cuh").read_text()]
-    functions = set(re.findall(r"\b(\w+)\(", mutation.text)) & {"block_sum", "block_max"}
-    users = [op for op in op_files()
-             if any(f"{name}(" in (ROOT / "kernels" / f"{op}.cuh").read_text() for name in functions)]
-    return users or op_files()
+def write_tree():
+    """The copy of the tree, with every mutation."""
+    shutil.rmtree(WORK, ignore_errors=True)
+    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True,
+                           check=True).stdout.split("\n")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (TREE / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, TREE / name)
+    found = []
+    for path in sources():
+        (TREE / path.relative_to(ROOT)).write_text(mutate(path, found))
+    (TREE / "mutant.h").write_text(MUTANT_H)
+    runtime = TREE / "kernels/cpu/runtime.cpp"
+    runtime.write_text(runtime.read_text() + MUTANT_CPP)
+    includes = "".join(f'#include "kernels/{op}.cuh"\n' for op in op_files())
+    tables = "".join(f"    for (const OpTest& test : {op}_tests) row_run(&test, row++, argc, argv);\n"
+                     for op in op_files())
+    (TREE / "test/test_ops.cu").write_text(OPS_CU.replace("INCLUDES", includes).replace("TABLES", tables))
+    return found
 
 
-def op_program(builder, op):
-    path = builder.source / f"mutated_{op}.cu"
-    init = ("matmul_init();", "matmul_free();") if op == "matmul" else ("", "")
-    path.write_text(f"""#define OP_TESTS
-#include "kernels/optest.h"
-#include "kernels/{op}.cuh"
-int main()
-{{
-    OpTotals totals = {{}};
-    {init[0]}
-    op_table({op}_tests, "", false, 0, &totals);
-    {init[1]}
-    return totals.num_failed != 0;
-}}
-""")
-    return path
-
-
-def try_op(builder, mutation):
-    """What noticed, or None."""
-    precisions = PRECISIONS[::-1] if "mma" in mutation.file else PRECISIONS
+def build():
+    jobs = []
     for checked in (True, False):
-        for op in ops_that_test(mutation):
-            for precision in precisions:
-                output = WORK / f"op_{'check' if checked else 'emu'}"
-                error = builder.build(op_program(builder, op), output, ["-O1", f"-DPREC_{precision.upper()}"], checked)
-                if error:
-                    return f"does not compile: {error.splitlines()[0]}"
-                for seed in [0] if checked else PLAIN_SEEDS:
-                    code, text = run([output], EMU_SEED=seed)
-                    if code != 0:
-                        return f"{op} {precision}, {'checked' if checked else 'plain'}, seed {seed}: {complaint(text)}"
-    return None
+        folder = f"build/{'check' if checked else 'emu'}"
+        jobs.append(["make", "-s", "DEVICE=emu", *(["CHECK=1"] if checked else []), f"PREC={' '.join(PRECISIONS)}",
+                     f"CXX=g++ -include {TREE}/mutant.h -w", f"{folder}/train_gpt",
+                     *(f"{folder}/test_ops.{precision}" for precision in PRECISIONS)])
+    for job in jobs:
+        subprocess.run(job, cwd=TREE, check=True)
 
 
-# ---- the program ------------------------------------------------------------------------------------------------
-def shard_write(path, num_toks, seed):
+# ---- running ----------------------------------------------------------------------------------------------------
+def run(command, folder, limit_s, **env):
+    """Exit code and output; 124 when it took longer than limit_s, and all of its processes are gone."""
+    env = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", OMP_NUM_THREADS="1",
+               OPENBLAS_NUM_THREADS="1", OMPI_MCA_mpi_yield_when_idle="1", EMU_HANG_S="10", TMPDIR=str(folder),
+               OMPI_MCA_rmaps_base_oversubscribe="1", OMPI_MCA_btl_vader_single_copy_mechanism="none",
+               **{k: str(v) for k, v in env.items()})
+    with open(folder / "output", "w+", errors="replace") as output:
+        process = subprocess.Popen([str(c) for c in command], cwd=folder, env=env, stdout=output,
+                                   stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, process_group=0)
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = 124
+            os.killpg(process.pid, signal.SIGTERM)           # mpirun takes its ranks along
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        return code, output.read()
+
+
+def complaint(code, output):
+    if code == 124:
+        return "it hangs"
+    for line in output.splitlines():
+        if line.startswith(("train_gpt:", "FAIL")) or "An error occurred" in line:
+            return line[:140]
+    return f"exit {code}: " + (output.splitlines() or ["no output"])[-1][:120]
+
+
+class OpRows:
+    """Rows of one precision's op tests."""
+
+    def __init__(self, precision, **env):
+        self.name, self.precision, self.env, self.rows = f"op tests {precision}", precision, env, {}
+
+    def program(self, checked):
+        return TREE / f"build/{'check' if checked else 'emu'}/test_ops.{self.precision}"
+
+    def measure(self, folder):
+        code, output = run([self.program(True)], folder, 3600, **self.env)
+        assert code == 0, f"{self.name} fail as they are: {output[-2000:]}"
+        for row, seconds, seen in re.findall(r"^row (\d+) ([\d.]+)((?: \d+)*)$", output, re.M):
+            self.rows[row] = float(seconds), set(map(int, seen.split()))
+
+    def seconds(self, number):
+        return min((seconds for seconds, seen in self.rows.values() if number in seen), default=None)
+
+    def notices(self, number, checked, seed, folder):
+        rows = sorted((seconds, row) for row, (seconds, seen) in self.rows.items() if number in seen)
+        command = [self.program(checked), *(row for _, row in rows)]
+        limit_s = 60 + 10 * sum(seconds for seconds, _ in rows)
+        code, output = run(command, folder, limit_s, MUTANT=number, EMU_SEED=seed, **self.env)
+        return complaint(code, output) if code != 0 else None
+
+
+def shard_write(path, num_toks, V, seed):
     """llm.c's format; only the standard library, since this runs wherever the emulator builds."""
     generator, toks = random.Random(seed), [0]
     for _ in range(num_toks - 1):            # a token mostly follows from the last: something can be learned
-        toks.append((5 * toks[-1] + 1) % 97 if generator.random() < 0.7 else generator.randrange(97))
+        toks.append((5 * toks[-1] + 1) % V if generator.random() < 0.7 else generator.randrange(V))
     path.parent.mkdir(parents=True, exist_ok=True)
-    header = struct.pack("<5i251i", 20240520, 1, num_toks, 0, 97, *[0] * 251)
+    header = struct.pack("<5i251i", 20240520, 1, num_toks, 0, V, *[0] * 251)
     path.write_bytes(header + struct.pack(f"<{num_toks}H", *toks))
 
 
 def prepare_data():
+    """A model of four blocks, and a byte tokenizer with 97 tokens, so that text can be asked of it."""
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 97, "n_positions": 16,
               "n_embd": 16, "n_layer": 4, "n_head": 2, "activation_function": "gelu_new",
               "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+    letters = [chr(33 + i) for i in range(94)] + ["\u0120", "\u010a", "\u0109"]
+    tokenizer = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": level, "decoder": level,
+                 "post_processor": None, "model": {"type": "BPE", "vocab": {c: i for i, c in enumerate(letters)},
+                                                   "merges": []}}
     (WORK / "model").mkdir(parents=True, exist_ok=True)
     (WORK / "model" / "config.json").write_text(json.dumps(config))
-    shard_write(WORK / "data" / "train_000000.bin", 3000, 3)
-    shard_write(WORK / "data" / "val_000000.bin", 200, 4)
+    (WORK / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    shard_write(WORK / "data" / "train_000000.bin", 3000, 97, 3)
+    shard_write(WORK / "data" / "val_000000.bin", 200, 97, 4)
+    lines = [{"ctx": "abc", "endings": ["de", "xyz"], "label": 0}, {"ctx": "Q", "endings": ["1", "2"], "label": 1}]
+    (WORK / "choices.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [{"ids": [1, 6, 31]}, {"ids": [2]}, {"ids": [3, 16], "temperature": 1.0}]
+    (WORK / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-BASE = ["-m", WORK / "model", "--from-scratch", "-d", WORK / "data", "-t", 16, "-l", 1e-3, "--hash-every", 1,
-        "--sample-tokens", 0]
-# Name, precision, ranks, flags. "resumed": run again from its checkpoint, with more steps.
-LAYOUTS = [
-    ("stage 2", "fp32", 2, ["-z", 2, "-b", 1, "-g", 2, "-n", 3, "--eval-every", 2, "-v", WORK / "data"]),
-    ("stage 3", "fp32", 2, ["-z", 3, "-b", 1, "-g", 2, "-n", 3, "--reduce-bucket", 1]),
-    ("stage 3, in order", "fp32", 2, ["-z", 3, "-b", 1, "-g", 1, "-n", 2, "-r", 2, "--deterministic"]),
-    ("stage 1", "fp32", 2, ["-z", 1, "-b", 1, "-g", 2, "-n", 3]),
-    ("stage 0", "fp32", 2, ["-z", 0, "-b", 1, "-g", 2, "-n", 3]),
-    ("stage 2, resumed", "fp32", 2, ["-z", 2, "-b", 1, "-g", 1, "-n", 2, "--save-every", 1]),
-    ("one rank", "fp32", 1, ["-z", 0, "-b", 2, "-g", 2, "-n", 4]),
-    ("stage 3, resumed", "bf16", 2, ["-z", 3, "-b", 1, "-g", 1, "-n", 2, "--save-every", 1]),
+TRAIN = ["-m", WORK / "model", "--from-scratch", "-d", WORK / "data", "-t", 16, "--hash-every", 1,
+         "--timeout", 20, "-o", "run"]
+RESUME = [*TRAIN[:2], *TRAIN[3:], "--resume", "auto"]
+QUIET = ["--sample-tokens", 0]
+ASK = ["-m", "run/step_00000002", "--timeout", 20]
+
+
+class Programs:
+    """train_gpt with one list of flags after another, in an empty folder; `refused`: what the last must end with."""
+
+    def __init__(self, name, precision, ranks, *runs, refused=None):
+        self.name, self.precision, self.ranks, self.runs = f"{name}, {precision}", precision, ranks, runs
+        self.refused = refused
+        self.took_s, self.seen, self.wanted = None, set(), None
+
+    def attempt(self, checked, seed, folder, limit_s, **env):
+        """Exit code, output, and what must be the same."""
+        program = TREE / f"build/{'check' if checked else 'emu'}/train_gpt"
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        output, results = "", []
+        for flags in self.runs:
+            command = [*(["mpirun", "-np", self.ranks] if self.ranks > 1 else []), program, *flags,
+                       "-p", self.precision]
+            code, output = run(command, folder, limit_s, EMU_SEED=seed, **env)
+            if code == 1 and self.refused and flags is self.runs[-1]:
+                return 0, output, re.findall(self.refused, output)[:1]
+            if code != 0:
+                return code, output, None
+            results += [re.sub(r',"first_token_ms.*', "", line) for line in output.splitlines()
+                        if re.match(r'val |\{"index|choices |sent ', line)]
+        for path in sorted((folder / "run").rglob("*")):
+            if path.suffix in (".safetensors", ".json"):
+                results.append([str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()])
+            if path.suffix == ".jsonl":
+                for line in path.read_text().splitlines():
+                    entry = json.loads(line)
+                    results.append([entry.get(k) for k in ("step", "loss", "norm", "lr", "val_loss", "state_hash")])
+        return 0, output, results
+
+    def measure(self, folder):
+        seen = folder / "seen"
+        seen.write_bytes(bytes(1 << 16))
+        start = time.time()
+        code, output, self.wanted = self.attempt(True, 0, folder, 900, MUTANT_SEEN=seen)
+        self.took_s = time.time() - start
+        assert code == 0, f"{self.name} fails as it is: {output[-2000:]}"
+        self.seen = {i for i, byte in enumerate(seen.read_bytes()) if byte}
+        code, output, plain = self.attempt(False, 1, folder, 900)
+        assert code == 0 and plain == self.wanted, f"{self.name}: the plain build differs: {output[-2000:]}"
+
+    def seconds(self, number):
+        return self.took_s if number in self.seen else None
+
+    def notices(self, number, checked, seed, folder):
+        env = {"EMU_SLOW_RANK": seed % 2} if checked and self.ranks > 1 else {}
+        code, output, results = self.attempt(checked, seed, folder, 30 + 5 * self.took_s, MUTANT=number, **env)
+        if code != 0:
+            return complaint(code, output)
+        return "other numbers" if results != self.wanted else None
+
+
+# Between them they come by every line.
+TESTS = [
+    *(OpRows(precision) for precision in PRECISIONS), OpRows("fp32", EMU_NO_EPILOGUE=1),
+    Programs("one rank", "fp32", 1, [*TRAIN, "-z", 0, "-b", 2, "-g", 2, "-n", 3, *QUIET]),
+    Programs("stage 0", "fp32", 2, [*TRAIN, "-z", 0, "-b", 1, "-g", 2, "-n", 2, *QUIET]),
+    Programs("stage 0, in order", "fp32", 2, [*TRAIN, "-z", 0, "-b", 1, "-n", 2, "--deterministic", *QUIET]),
+    Programs("stage 1", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-g", 2, "-n", 2, "--check-replicas", 1, *QUIET]),
+    Programs("not finite", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-n", 25, "-l", 1000, "--weight-decay", 100,
+             "--warmup", 0, *QUIET],
+             refused=r"the first tensor with an Inf or NaN.*? is [\w.]+"),
+    Programs("stage 2", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-g", 2, "-n", 3, "--eval-every", 2, *QUIET]),
+    Programs("stage 3", "fp32", 2, [*TRAIN, "-z", 3, "-b", 1, "-g", 2, "-n", 3, "--reduce-bucket", 1, *QUIET]),
+    Programs("stage 3, in order", "fp32", 2, [*TRAIN, "-z", 3, "-b", 1, "-n", 2, "-r", 2, "--deterministic", *QUIET]),
+    Programs("stage 2, resumed", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 2, "--save-every", 1, *QUIET],
+             [*RESUME, "-z", 2, "-b", 1, "-n", 4, *QUIET]),
+    Programs("stage 3, resumed", "bf16", 2, [*TRAIN, "-z", 3, "-b", 1, "-n", 2, "--save-every", 1, *QUIET],
+             [*RESUME, "-z", 3, "-b", 1, "-n", 4, *QUIET]),
+    Programs("asked", "fp32", 2, [*TRAIN, "-z", 3, "-b", 2, "-n", 2, "--sample-tokens", 4],
+             [*ASK, "--choices", WORK / "choices.jsonl", "-b", 2],
+             [*ASK, "--prompts", WORK / "prompts.jsonl", "-b", 2, "--sample-tokens", 4],
+             [*ASK, "--generate", "abc", "--sample-tokens", 4],
+             [*ASK, "--eval", "-d", WORK / "data", "-z", 3], [*ASK, "--export", "run/export", "-z", 3]),
 ]
 
 
-def train(program, layout, checked, seed):
-    """Exit code, output, and what must be the same: steps of the run log without times."""
-    name, precision, ranks, flags = layout
-    resumes = "resumed" in name
-    out = WORK / "run"
-    shutil.rmtree(out, ignore_errors=True)
-    command = ["mpirun", "-np", ranks, program] if ranks > 1 else [program]
-    env = {"EMU_SEED": seed}
-    if checked and resumes:
-        env["EMU_SLOW_RANK"] = 1
-    code, text = run([*command, *BASE, *flags, "-p", precision, "-o", out], **env)
-    if code == 0 and resumes:
-        flags = [4 if flags[i - 1] == "-n" else flag for i, flag in enumerate(flags)]
-        base = [flag for flag in BASE if flag != "--from-scratch"]
-        code, more = run([*command, *base, *flags, "-p", precision, "-o", out, "--resume", "auto"], **env)
-        text += more
-    steps = []
-    for log in sorted(out.glob("*.jsonl")):
-        for line in log.read_text().splitlines():
-            entry = json.loads(line)
-            steps.append([entry.get(key) for key in ("step", "loss", "norm", "lr", "val_loss", "state_hash")])
-    return code, text, steps
-
-
-def build_program(builder, precision, checked):
-    output = WORK / f"train_gpt_{'check' if checked else 'emu'}_{precision}"
-    defines = ["-O0", f"-DPREC_{precision.upper()}", "-DPREC_MAIN", f"-DHAVE_{precision.upper()}"]
-    return output, builder.build("train_gpt.cu", output, defines, checked)
-
-
-def try_program(builder, mutation, wanted):
-    layouts = LAYOUTS
-    if "checkpoint" in mutation.file:        # what comes by the line first
-        layouts = sorted(LAYOUTS, key=lambda layout: "resumed" not in layout[0])
-    for checked in (True, False):
-        programs = {}
-        for layout in layouts:
-            name, precision = layout[:2]
-            if precision not in programs:
-                programs[precision], error = build_program(builder, precision, checked)
-                if error:
-                    return f"does not compile: {error.splitlines()[0]}"
-            for seed in [0] if checked else PLAIN_SEEDS[1:3]:
-                code, text, steps = train(programs[precision], layout, checked, seed)
-                where = f"{name} {precision}, {'checked' if checked else 'plain'}, seed {seed}"
-                if code != 0:
-                    return f"{where}: {complaint(text)}"
-                if steps != wanted[name]:
-                    return f"{where}: other losses or hashes"
-    return None
-
-
-def unmutated(builder):
-    """What each layout gives as it is: the checked program and the plain one agree."""
-    wanted = {}
-    for checked in (True, False):
-        for precision in PRECISIONS:
-            output, error = build_program(builder, precision, checked)
-            assert error is None, error
-            for layout in LAYOUTS:
-                if layout[1] != precision:
-                    continue
-                code, text, steps = train(output, layout, checked, 0 if checked else 1)
-                assert code == 0, f"{layout[0]} fails as it is: {text[-2000:]}"
-                assert steps and steps == wanted.setdefault(layout[0], steps), f"{layout[0]}: checked and plain differ"
-    return wanted
+def try_mutation(mutation, folder):
+    """What noticed it, or None."""
+    tests = sorted((test.seconds(mutation.number), i) for i, test in enumerate(TESTS)
+                   if test.seconds(mutation.number) is not None)
+    for checked, seeds in ((True, CHECKED_SEEDS), (False, PLAIN_SEEDS)):
+        for _, i in tests:
+            for seed in seeds:
+                said = TESTS[i].notices(mutation.number, checked, seed, folder)
+                if said is not None:
+                    return f"{TESTS[i].name}, {'checked' if checked else 'plain'}, seed {seed}: {said}"
+    return None if tests else ""
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--list", action="store_true", help="print the mutations only")
     parser.add_argument("--only", default="", help="those whose file:line or text contains this")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time")
+    parser.add_argument("--log", type=pathlib.Path, help="write what is printed to this file too")
     options = parser.parse_args()
-    chosen = [m for m in mutations() if options.only in str(m)]
     if options.list:
-        print("\n".join(map(str, chosen)))
+        found = []
+        for path in sources():
+            mutate(path, found)
+        print("\n".join(f"{m}{'  SPARED' if m.spared else ''}" for m in found if options.only in str(m)))
         return 0
-    builder, wanted, survivors, start = Builder(), None, [], time.time()
-    prepare_data()
-    for mutation in chosen:
+    log, lock, start, thread = open(options.log or os.devnull, "w"), threading.Lock(), time.time(), threading.local()
+
+    def say(text):
+        with lock:
+            print(text, flush=True)
+            print(text, file=log, flush=True)
+
+    def folder():
+        if not hasattr(thread, "folder"):
+            thread.folder = pathlib.Path(tempfile.mkdtemp(dir=WORK))
+        return thread.folder
+
+    def attempt(mutation):
         began = time.time()
-        path = builder.source / mutation.file
-        original = path.read_text()
-        is_op = mutation.file.startswith("kernels/")
-        if not is_op and wanted is None:
-            wanted = unmutated(builder)
-            began = time.time()
-        path.write_text(mutation.text)
-        noticed = try_op(builder, mutation) if is_op else try_program(builder, mutation, wanted)
-        path.write_text(original)
-        print(f"{'noticed ' if noticed else 'SURVIVES'} {time.time() - began:5.1f} s  {mutation}\n"
-              f"                    {noticed or 'no test fails'}", flush=True)
-        if not noticed:
-            survivors.append(mutation)
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutations noticed in {time.time() - start:.0f} s")
-    for mutation in survivors:
-        print(f"survivor: {mutation}")
-    for what, why in SPARED.items():
-        print(f"spared: {what}: {why}")
-    print(f"{len(chosen) - len(survivors)} passed, {len(survivors)} failed")
-    return bool(survivors)
+        noticed = try_mutation(mutation, folder())
+        what = "SURVIVES" if not noticed else "noticed "
+        why = noticed or ("no test comes by it" if noticed == "" else "no test fails")
+        say(f"{what} {time.time() - began:5.1f} s  {mutation}\n                    {why}")
+        return bool(noticed)
+
+    chosen = [m for m in write_tree() if options.only in str(m)]
+    spared, chosen = [m for m in chosen if m.spared], [m for m in chosen if not m.spared]
+    build()
+    prepare_data()
+    say(f"built in {time.time() - start:.0f} s")
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda test: test.measure(folder()), TESTS))
+        say(f"every test passes without a mutation; {time.time() - start:.0f} s")
+        noticed = list(pool.map(attempt, chosen))
+    for mutation in spared:
+        say(f"spared: {mutation}: {mutation.spared}")
+    for mutation, was_noticed in zip(chosen, noticed):
+        if not was_noticed:
+            say(f"survivor: {mutation}")
+    say(f"{sum(noticed)} of {len(chosen)} mutations noticed, {len(spared)} spared, {time.time() - start:.0f} s")
+    say(f"{sum(noticed)} passed, {len(chosen) - sum(noticed)} failed")
+    return not all(noticed)
 
 
 if __name__ == "__main__":

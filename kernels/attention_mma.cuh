@@ -259,13 +259,13 @@ attention_forward_mma_kernel(floatX* out, float* lse, const floatX* qkv, Attenti
 
 /* ---- backward */
 
-/* GROUP lanes a row, 8 elements each: consecutive rows are consecutive in memory. */
+/* GROUP lanes a row of out, 8 elements each; the rows of one head after another, as the statistics lie. */
 template <int HSP> static __global__ void __launch_bounds__(256)
 attention_stats_kernel(float* stats, const floatX* dout, const floatX* out, const float* lse, AttentionDims a)
 {
     constexpr int GROUP = HSP / 8;
     const size_t idx = ((size_t)blockIdx.x * 256 + threadIdx.x) / GROUP, rows = stats_rows(a), T = a.T;
-    const size_t h = idx % a.NH, t = idx / a.NH % rows, b = idx / a.NH / rows;
+    const size_t t = idx % rows, h = idx / rows % a.NH, b = idx / rows / a.NH;
     const int d = threadIdx.x % GROUP * 8;
     float sum = 0.0f;
     if (b < (size_t)a.B && t < T && d < a.HS) {
@@ -278,9 +278,8 @@ attention_stats_kernel(float* stats, const floatX* dout, const floatX* out, cons
 #pragma unroll
     for (int offset = GROUP / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     if (b >= (size_t)a.B || d > 0) return;
-    const size_t at = (b * a.NH + h) * rows + t;
-    stats[at] = t < T ? LOG2_E * lse[(b * a.NH + h) * T + t] : INFINITY;
-    stats[stats_elems(a) + at] = sum;
+    stats[idx] = t < T ? LOG2_E * lse[(b * a.NH + h) * T + t] : INFINITY;
+    stats[stats_elems(a) + idx] = sum;
 }
 
 /* grid (query blocks, NH, B), the longest first. Rows are queries, tiles keys. */

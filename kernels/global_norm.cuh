@@ -1,5 +1,6 @@
 /* global_norm.cuh: what one rank knows about all its gradients, and a fingerprint of any state.
  *   global_norm_accumulate: result[0] += sum of grad^2 over finite values    result[1] += number of Inf and NaN
+ *   nonfinite_find:         found[i] = part i of the gradients has an Inf or NaN; of a step skipped for one only
  *   state_hash_accumulate:  result += sum_i mix(first_idx + i, bits of float i) mod 2^64
  * shapes  grad (n) FP32 or floatX's; values (n) any Dtype; result 2 double, or 1 uint64;
  *         scratch (global_norm_scratch_elems()) double
@@ -11,6 +12,7 @@
  * source  mix is splitmix64's finaliser, Steele, Lea & Flood 2014 */
 #pragma once
 #include <cfloat>
+#include "step.cuh"
 #include "values.cuh"
 
 static constexpr int GLOBAL_NORM_PARTS = 1024;
@@ -20,7 +22,19 @@ HOSTDEV unsigned long long state_hash_mix(unsigned long long idx, unsigned word)
     return mix64((idx + 1) * GOLDEN_GAMMA + word * 0xd1342543de82ef95ull);
 }
 
+/* What one rank holds of one tensor's gradient. */
+struct GradPart { Values grad; size_t count; };
+
 #ifdef DEVICE_CPU
+
+static void nonfinite_find_cpu(int* found, const GradPart* parts, int num_parts)
+{
+    for (int i = 0; i < num_parts; i++) {
+        found[i] = 0;
+        for (size_t k = 0; k < parts[i].count && !found[i]; k++)
+            found[i] = !(fabsf(value_load(parts[i].grad, k)) <= FLT_MAX);
+    }
+}
 
 template <class T> static void global_norm_accumulate_cpu(double* result, double* scratch, const T* grad, size_t n)
 {
@@ -114,6 +128,20 @@ global_norm_finish_kernel(double* result, const double* scratch, int num_parts)
     }
 }
 
+/* A block for each part: it runs on in bad steps alone, so that it need not be fast. */
+static __global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
+nonfinite_find_kernel(int* found, const GradPart* parts, const StepState* state)
+{
+    SHARED(double, partial, [32]);
+    if (state->skip != Skip::NONFINITE) return;
+    const GradPart part = parts[blockIdx.x];
+    double count = 0.0;
+    for (size_t k = threadIdx.x; k < part.count; k += GLOBAL_NORM_BLOCK)
+        count += fabsf(value_load(part.grad, k)) <= FLT_MAX ? 0.0 : 1.0;
+    count = block_sum(count, partial);
+    if (threadIdx.x == 0) found[blockIdx.x] = count > 0.0;
+}
+
 /* Integer atomics: the order in which blocks arrive does not matter. */
 static __global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
 state_hash_kernel(unsigned long long* result, Values values, size_t n, unsigned long long first_idx)
@@ -156,6 +184,16 @@ static void global_norm_accumulate(double* result, double* scratch, const Values
     if (n == 0) return;
     if (grad.dtype == Dtype::FP32) global_norm_accumulate_of(result, scratch, (const float*)grad.at, n, stream);
     else global_norm_accumulate_of(result, scratch, (const floatX*)grad.at, n, stream);
+}
+
+static void nonfinite_find(int* found, const GradPart* parts, int num_parts, const StepState* state,
+                           cudaStream_t stream)
+{
+    ON_CPU(if (state->skip == Skip::NONFINITE) nonfinite_find_cpu(found, parts, num_parts));
+#ifndef DEVICE_CPU
+    LAUNCH(nonfinite_find_kernel, (unsigned)num_parts, GLOBAL_NORM_BLOCK, 0, stream, found, parts, state);
+    CUDA_CHECK(cudaGetLastError());
+#endif
 }
 
 static void state_hash_accumulate(unsigned long long* result, const Values& values, size_t n,
@@ -205,6 +243,32 @@ static void global_norm_test(OpRun* run)
     else global_norm_run<float>(run, Dtype::FP32);
 }
 
+/* Of seven parts the third and the last are bad, and the fourth is empty; a step that is not skipped finds nothing. */
+static void nonfinite_find_test(OpRun* run)
+{
+    enum { NUM_PARTS = 7 };
+    const size_t n = (size_t)run->dims[0];
+    const bool skipped = run->dims[1] != 0;
+    OpTensor<float> grad = op_input<float>(run, "grad", NUM_PARTS * n, 0.0, 1.0);
+    float* h_grad = (float*)op_start_bytes(run, "grad");
+    h_grad[3 * n - 1] = NAN;
+    h_grad[NUM_PARTS * n - 1] = -INFINITY;
+    op_upload(run, "grad");
+    GradPart h_parts[NUM_PARTS];
+    for (int i = 0; i < NUM_PARTS; i++) h_parts[i] = GradPart{values_of(grad.dev + i * n), i == 3 ? 0 : n};
+    StepState s = {};
+    s.skip = skipped ? Skip::NONFINITE : Skip::NONE;
+    int before[NUM_PARTS];
+    for (int& x : before) x = -5;
+    const GradPart* parts = (const GradPart*)op_bytes(run, "parts", OpKind::INPUT, h_parts, sizeof h_parts);
+    const StepState* state = (const StepState*)op_bytes(run, "state", OpKind::INPUT, &s, sizeof s);
+    int* found = (int*)op_bytes(run, "found", OpKind::INOUT, before, sizeof before);
+    OP_RUN(run, 0, 0, nonfinite_find(found, parts, NUM_PARTS, state, 0));
+    const int* ours = (const int*)op_result(run, "found");
+    for (int i = 0; i < NUM_PARTS; i++)
+        op_check_value(run, "found", ours[i], skipped ? i == 2 || i == NUM_PARTS - 1 : -5, 0.0);
+}
+
 /* In two slices, the later one first: the sum must be that of the whole. */
 static void state_hash_two_slices(unsigned long long* result, float* words, size_t n)
 {
@@ -238,6 +302,9 @@ static const OpTest global_norm_tests[] = {
     {"global_norm", global_norm_test, {10007, 1, 1}, OpWhen::ALWAYS},
     {"global_norm", global_norm_test, {1100003}, OpWhen::ALWAYS},
     {"global_norm", global_norm_test, {9000001, 1}, OpWhen::LARGE},
+    {"nonfinite_find", nonfinite_find_test, {1, 1}, OpWhen::ALWAYS},
+    {"nonfinite_find", nonfinite_find_test, {1009, 1}, OpWhen::ALWAYS},
+    {"nonfinite_find", nonfinite_find_test, {300, 0}, OpWhen::ALWAYS},
     {"state_hash", state_hash_test, {1}, OpWhen::ALWAYS},
     {"state_hash", state_hash_test, {10007}, OpWhen::ALWAYS},
     {"global_norm", global_norm_test, {124 * 1000 * 1000}, OpWhen::BENCH},

@@ -6,16 +6,18 @@
  *     skip when a gradient is Inf or NaN, or no token was counted: then neither t nor the schedule advances
  *     lr = schedule_lr(config, num_applied), t = num_applied + 1, bias corrections 1 - beta^t, all in double
  *     loss scale (fp16): halved or absorbed on overflow, doubled after a window of good steps
+ *     spike: loss or norm further above its running mean than spike_deviations; skipped too with spike_skips
  * writes  StepState in place
  * exact   one thread
  * source  loss scaling Micikevicius et al. 2017, arXiv:1710.03740; warm-up, stable, decay: Hu et al. 2024,
  *         arXiv:2404.06395; 1 - sqrt: Hagele et al. 2024, arXiv:2405.18392 */
 #pragma once
+#include <cfloat>
 #include "vec.cuh"
 
 // ---- schedules
 
-enum class Schedule { CONSTANT, LINEAR, COSINE, WSD, WSD_SQRT };
+enum class Schedule { CONSTANT, LINEAR, COSINE, WSD, WSD_SQRT, WARMUP_LOG, ONECYCLE, RANGE_TEST };
 
 struct ScheduleRow {
     const char* name;
@@ -29,6 +31,9 @@ static const ScheduleRow schedule_rows[] = {
     {"cosine", Schedule::COSINE, "falls along half a cosine to the minimum"},
     {"wsd", Schedule::WSD, "stays at the peak, then the last share (--decay) falls in a straight line"},
     {"wsd-sqrt", Schedule::WSD_SQRT, "the same, falling as 1 - sqrt(progress)"},
+    {"warmup-log", Schedule::WARMUP_LOG, "rises from the minimum as the logarithm of the step, then stays at the peak"},
+    {"onecycle", Schedule::ONECYCLE, "rises from the minimum in the warm-up, falls back to it in as many steps, stays"},
+    {"lr-range-test", Schedule::RANGE_TEST, "rises from the minimum to the peak in a straight line over all steps"},
 };
 
 /* Null if no row has the name. */
@@ -51,6 +56,9 @@ struct StepConfig {
     double min_loss_scale;
     int loss_scale_window, hysteresis;
     bool consecutive_hysteresis;
+    double spike_deviations;                         // 0: none stands out
+    double spike_window;
+    bool spike_skips;                                // a step that stands out changes nothing
 };
 
 /* What is left of peak - min after `s` applied steps, warmup_steps <= s < total_steps: 1 at first, towards 0. */
@@ -66,18 +74,25 @@ HOSTDEV double schedule_fall(const StepConfig& config, double s)
     case Schedule::COSINE:   return 0.5 * (1.0 + cos(3.14159265358979323846 * progress));
     case Schedule::WSD:      return 1.0 - tail;
     case Schedule::WSD_SQRT: return 1.0 - sqrt(tail);
+    case Schedule::ONECYCLE: return fmax(0.0, 1.0 - (s - warmup + 1.0) / fmax(warmup, 1.0));
+    default: return 1.0;
     }
     return 1.0;
 }
 
-/* num_applied counts applied steps from 0. A constant rate has no end; all others are at their minimum from total_steps
- * on, and a warm-up as long as the run or longer is cut off there. */
+/* num_applied counts applied steps from 0. A constant rate has no end, nor has warmup-log, DeepSpeed's WarmupLR; all
+ * others are at their minimum from total_steps on, and a warm-up as long as the run or longer is cut off there. */
 HOSTDEV double schedule_lr(const StepConfig& config, unsigned long long num_applied)
 {
-    if (num_applied >= config.total_steps && config.schedule != Schedule::CONSTANT) return config.min_lr;
-    const double s = (double)num_applied;
-    if (num_applied < config.warmup_steps) return config.peak_lr * (s + 1.0) / (double)config.warmup_steps;
-    return config.min_lr + schedule_fall(config, s) * (config.peak_lr - config.min_lr);
+    const bool logarithmic = config.schedule == Schedule::WARMUP_LOG;
+    const bool endless = config.schedule == Schedule::CONSTANT || logarithmic;
+    if (num_applied >= config.total_steps && !endless) return config.min_lr;
+    const double s = (double)num_applied, warmup = (double)config.warmup_steps, rise = config.peak_lr - config.min_lr;
+    if (config.schedule == Schedule::RANGE_TEST) return config.min_lr + rise * (s + 1.0) / (double)config.total_steps;
+    if (num_applied >= config.warmup_steps) return config.min_lr + schedule_fall(config, s) * rise;
+    if (logarithmic) return config.min_lr + rise * log(s + 1.0) / log(fmax(2.0, warmup));
+    if (config.schedule == Schedule::ONECYCLE) return config.min_lr + rise * (s + 1.0) / warmup;
+    return config.peak_lr * (s + 1.0) / warmup;
 }
 
 // ---- the state of a step
@@ -85,7 +100,20 @@ HOSTDEV double schedule_lr(const StepConfig& config, unsigned long long num_appl
 /* The sums over all ranks that a step is decided by; an array of NUM_STEP_SUMS double. */
 enum StepSum { SUM_SQUARES, NUM_NONFINITE, NUM_TOKS, SUM_LOSSES, ASKED_TO_SAVE, ASKED_TO_END, NUM_STEP_SUMS };
 
-enum class Skip { NONE, NONFINITE, NO_TOKS };
+enum class Skip { NONE, NONFINITE, NO_TOKS, SPIKE };
+
+/* Mean and variance of a series: over all of it up to `window` numbers, then with weights that fall by 1 - 1/window
+ * from one number to the one before (Finch 2009, incremental calculation of weighted mean and variance). */
+struct Series { double mean, variance; };
+
+/* Of the losses and gradient norms of the steps that were finite. Part of a checkpoint. */
+struct Spikes {
+    Series loss, norm;
+    unsigned long long num_seen;
+};
+
+/* Steps seen before any can stand out. */
+static constexpr unsigned long long SPIKE_MIN_STEPS = 20;
 
 /* Lives on the device; the host reads a copy one step late. Part of a checkpoint: the counters and the loss scale. */
 struct StepState {
@@ -99,6 +127,9 @@ struct StepState {
     unsigned long long num_steps;                    // = applied + skipped + steps without a counted token
     unsigned long long num_applied, num_skipped, num_skipped_in_a_row;
     int num_good_steps, hysteresis_left;             // see loss_scale_update
+    Spikes spikes;
+    double loss_deviations, norm_deviations;         // above the mean of the steps before, in standard deviations
+    bool is_spike;                                   // one of the two is more than spike_deviations
     Skip skip;                                       // this step's; the optimizer does nothing unless NONE
     bool loss_scale_exhausted;                       // overflow at the smallest loss scale: the run must stop
     bool asked_to_save, asked_to_end;                // by a signal to some rank
@@ -133,9 +164,34 @@ HOSTDEV void loss_scale_update(StepState* state, const StepConfig& config, bool 
     }
 }
 
+/* How many deviations x is above the mean, and x into the series, where one that stands out counts as one at the limit:
+ * a level that stays is the mean after a while. Less than a hundredth of the mean is not taken for a deviation. */
+HOSTDEV double series_add(Series* s, double x, unsigned long long num_seen, double window, double limit)
+{
+    const double deviation = fmax(sqrt(s->variance), 0.01 * fabs(s->mean));
+    const double above = deviation > 0.0 ? (x - s->mean) / deviation : 0.0;
+    const double n = (double)num_seen + 1.0, weight = 1.0 / fmin(n, window);
+    const double d = num_seen >= SPIKE_MIN_STEPS && above > limit ? limit * deviation : x - s->mean;
+    s->mean += weight * d;
+    s->variance = (1.0 - weight) * (s->variance + weight * d * d);
+    return above;
+}
+
+HOSTDEV void spikes_update(StepState* state, const StepConfig& config)
+{
+    Spikes* s = &state->spikes;
+    const double limit = config.spike_deviations;
+    state->loss_deviations = series_add(&s->loss, state->loss, s->num_seen, config.spike_window, limit);
+    state->norm_deviations = series_add(&s->norm, state->grad_norm, s->num_seen, config.spike_window, limit);
+    const bool above = state->loss_deviations > limit || state->norm_deviations > limit;
+    state->is_spike = s->num_seen >= SPIKE_MIN_STEPS && above;
+    s->num_seen++;
+}
+
 HOSTDEV void step_state_advance(StepState* state, const double* sums, const StepConfig& config)
 {
-    const bool overflow = sums[NUM_NONFINITE] > 0.0, empty = sums[NUM_TOKS] == 0.0;
+    const bool finite_loss = fabs(sums[SUM_LOSSES]) <= DBL_MAX;
+    const bool overflow = sums[NUM_NONFINITE] > 0.0 || !finite_loss, empty = sums[NUM_TOKS] == 0.0;
     state->num_steps++;
     state->asked_to_save = sums[ASKED_TO_SAVE] > 0.0;
     state->asked_to_end = sums[ASKED_TO_END] > 0.0;
@@ -143,6 +199,7 @@ HOSTDEV void step_state_advance(StepState* state, const double* sums, const Step
     state->used_loss_scale = state->loss_scale;
     state->loss = sums[SUM_LOSSES] / sums[NUM_TOKS];
     state->lr = schedule_lr(config, state->num_applied);
+    state->is_spike = false;
     state->skip = empty ? Skip::NO_TOKS : overflow ? Skip::NONFINITE : Skip::NONE;
     if (empty) {
         state->grad_norm = 0.0;
@@ -156,9 +213,15 @@ HOSTDEV void step_state_advance(StepState* state, const double* sums, const Step
         state->num_skipped_in_a_row++;
         return;
     }
+    state->num_skipped_in_a_row = 0;
+    if (config.spike_deviations > 0.0) spikes_update(state, config);
+    if (state->is_spike && config.spike_skips) {
+        state->skip = Skip::SPIKE;
+        state->num_skipped++;
+        return;
+    }
     state->clip_coef = config.max_norm > 0.0 ? fmin(1.0, config.max_norm / (state->grad_norm + 1e-6)) : 1.0;
     state->num_applied++;
-    state->num_skipped_in_a_row = 0;
     const double t = (double)state->num_applied;     // 1 - beta^t, without its cancellation when beta is nearly 1
     state->bias_correction1 = -expm1(t * log(config.beta1));
     state->bias_correction2 = -expm1(t * log(config.beta2));
@@ -184,7 +247,39 @@ static void step_state_update(StepState* state, const double* sums, StepConfig c
 #include "optest.h"
 
 static const StepConfig STEP_TEST_CONFIG = {Schedule::CONSTANT, 1e-3, 0.0, 0, 100, 0.2, 0.9, 0.95, 1.0, 1.0,
-                                            false, 1.0, 1000, 2, false};
+                                            false, 1.0, 1000, 2, false, 0.0, 100.0, false};
+
+/* Losses 2 and 4 in turn have mean 3 and deviation 1: 8.5 is 5.5 above, 9.1 stands out and counts as 9 in the mean. */
+static void spike_test(OpRun* run)
+{
+    StepConfig config = STEP_TEST_CONFIG;
+    config.spike_deviations = 6.0;
+    config.spike_skips = run->dims[0] != 0;
+    StepState s = step_state_init(config, 1.0);
+    for (int i = 0; i < 40; i++) {
+        const double sums[NUM_STEP_SUMS] = {1.0, 0.0, 1.0, i % 2 ? 4.0 : 2.0};
+        step_state_advance(&s, sums, config);
+        op_check_value(run, "no spike", s.is_spike, 0.0, 0.0);
+    }
+    op_check_value(run, "mean", s.spikes.loss.mean, 3.0, 1e-12);
+    op_check_value(run, "variance", s.spikes.loss.variance, 1.0, 1e-12);
+    StepState below = s;
+    const double sums_below[NUM_STEP_SUMS] = {1.0, 0.0, 1.0, 8.5}, sums[NUM_STEP_SUMS] = {1.0, 0.0, 1.0, 9.1};
+    step_state_advance(&below, sums_below, config);
+    op_check_value(run, "deviations", below.loss_deviations, 5.5, 1e-9);
+    op_check_value(run, "spike below the limit", below.is_spike, 0.0, 0.0);
+    step_state_advance(&s, sums, config);
+    op_check_value(run, "spike", s.is_spike, 1.0, 0.0);
+    op_check_value(run, "norm", s.norm_deviations, 0.0, 1e-9);
+    op_check_value(run, "mean after", s.spikes.loss.mean, 3.0 + 6.0 / 41.0, 1e-9);
+    op_check_value(run, "skip", s.skip == Skip::SPIKE, config.spike_skips, 0.0);
+    op_check_value(run, "num_applied", (double)s.num_applied, config.spike_skips ? 40.0 : 41.0, 0.0);
+    op_check_value(run, "num_skipped_in_a_row", (double)s.num_skipped_in_a_row, 0.0, 0.0);
+    const double bad_loss[NUM_STEP_SUMS] = {1.0, 0.0, 1.0, INFINITY};
+    step_state_advance(&s, bad_loss, config);
+    op_check_value(run, "skip of a bad loss", s.skip == Skip::NONFINITE, 1.0, 0.0);
+    op_check_value(run, "a bad loss is not seen", (double)s.spikes.num_seen, 41.0, 0.0);
+}
 
 static void schedule_check(OpRun* run, const char* what, StepConfig config, unsigned long long s, double truth)
 {
@@ -245,9 +340,12 @@ static void schedule_edges_test(OpRun* run)
                 }
             }
         }
-        op_check_value(run, schedule_rows[row].name, lowest, 1.0 / 7.0, 1e-12);      // warm-up 7, first step
+        const Schedule kind = config.schedule;
+        const bool from_min =
+            kind == Schedule::WARMUP_LOG || kind == Schedule::ONECYCLE || kind == Schedule::RANGE_TEST;
+        op_check_value(run, schedule_rows[row].name, lowest, from_min ? 0.25 : 1.0 / 7.0, 1e-12);   // warm-up 7, step 1
         op_check_value(run, schedule_rows[row].name, highest, 1.0, 0.0);
-        op_check_value(run, schedule_rows[row].name, first, 1.0 / 7.0, 1e-12);
+        op_check_value(run, schedule_rows[row].name, first, from_min ? 0.25 : 1.0 / 7.0, 1e-12);
         config.peak_lr = config.min_lr = 0.0;
         op_check_value(run, schedule_rows[row].name, schedule_lr(config, 3), 0.0, 0.0);
     }
@@ -318,6 +416,8 @@ static const OpTest step_tests[] = {
     {"step_state", step_state_test, {4}, OpWhen::ALWAYS},
     {"step_state", step_state_test, {5}, OpWhen::ALWAYS},
     {"loss_scale", loss_scale_test, {}, OpWhen::ALWAYS},
+    {"spike", spike_test, {0}, OpWhen::ALWAYS},
+    {"spike", spike_test, {1}, OpWhen::ALWAYS},
     {"schedule", schedule_test, {}, OpWhen::ALWAYS},
     {"schedule_edges", schedule_edges_test, {}, OpWhen::ALWAYS},
 };

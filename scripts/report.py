@@ -154,8 +154,8 @@ def page(logs, charts):
 
 
 def samples(log):
-    return "".join(f"<p class=soft>after step {sample['step']}</p><pre><b>{html.escape(sample.get('prompt', ''))}</b>"
-                   f"{html.escape(sample['sample'])}</pre>" for sample in log.samples[-3:])
+    return "".join(f"<p class=soft>after step {sample['step']}</p><pre>{html.escape(sample['sample'])}</pre>"
+                   for sample in log.samples[-3:])
 
 
 # ----------------------------------------------------------------------------------------------------------- pictures

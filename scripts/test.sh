@@ -62,20 +62,18 @@ run_programs() {
         name=$(basename "$program")
         case $name in
             test_nccl) for ranks in 1 2 3 4; do run "$device-$name-$ranks" mpirun -np $ranks "$program"; done ;;
+            test_optimizer) ;;                         # pytest runs it: test_optimizer.py
             *) run "$device-$name" "$program" ;;
         esac
     done
 }
 
-# The op tests with --full under four more orders of the scheduler; what falls back if cuBLASLt refuses an epilogue.
-run_seeds() {
-    local program name seed
+# What falls back if cuBLASLt refuses an epilogue.
+run_unfused() {
+    local program name
     for program in build/emu/test_ops.*[a-z0-9]; do
         case $program in *.o | *.d) continue ;; esac
         name=$(basename "$program")
-        for seed in 1 2 3 4; do
-            [ $full = 1 ] && EMU_SEED=$seed run "emu-$name-seed-$seed" "$program"
-        done
         EMU_NO_EPILOGUE=1 run "emu-$name-unfused" "$program" matmul
     done
 }
@@ -89,7 +87,6 @@ run_checked() {
             test_nccl) run "check-$name-2" mpirun -np 2 "$program" ;;
             test_ops.*)
                 run "check-$name" "$program"
-                [ $full = 1 ] && EMU_SEED=1 run "check-$name-seed-1" "$program"
                 run "check-$name-traffic" "$program" --traffic ;;
         esac
     done
@@ -120,12 +117,14 @@ for device in "${devices[@]}"; do
         fi
     fi
     run "$device-build" make DEVICE="$device" all tests || continue
+    [ "$device" = cpu ] && run sanitize-build make DEVICE=cpu SANITIZE=1 PREC=fp32 build/sanitize/train_gpt
     run_programs "$device"
-    [ "$device" = emu ] && run_seeds
+    [ "$device" = emu ] && run_unfused
     export "TRAIN_GPT_${device^^}=build/$device/train_gpt"
 done
 run fuzz scripts/fuzz.sh $((full ? 600 : 30))
 if [ $full = 1 ]; then
+    run op-seeds dev/ops_seeds.sh
     run coverage dev/coverage.sh
     run mutations dev/mutate.py
 fi

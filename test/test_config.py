@@ -221,3 +221,23 @@ def test_a_file_that_is_no_config(folder, text, word):
     assert run.code in (1, 2) and word in run.complaint[0]
     run = train_gpt("--config", folder / "none.json", ok=False)
     assert run.code == 1 and "none.json" in run.complaint[0]
+
+
+@pytest.mark.parametrize("optimizer,want", [
+    ({"type": "Adam"}, {"optimizer": "adamw", "lr": 1e-3, "beta2": 0.999, "weight-decay": 0}),
+    ({"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}},
+     {"optimizer": "adam", "weight-decay": 0.1}),
+    ({"type": "sgd", "params": {"lr": 0.1, "nesterov": True}}, {"optimizer": "sgd", "momentum": 0, "nesterov": "true"}),
+    ({"type": "Lamb", "params": {"max_coeff": 10}}, {"optimizer": "lamb", "eps": 1e-8}),
+    ({"type": "Lion"}, {"optimizer": "lion", "beta2": 0.99}),
+    ({"type": "Adagrad"}, {"optimizer": "adagrad", "lr": 1e-2, "eps": 1e-10}),
+    ({"type": "Muon", "params": {"lr": 0.03, "adam_lr": 1e-4, "momentum": 0.9}},
+     {"optimizer": "muon", "muon-lr": 0.03, "lr": 1e-4, "momentum": 0.9, "beta2": 0.95}),
+    ({"type": "Muon", "params": {"muon_lr": 0.05}}, {"muon-lr": 0.05, "lr": 3e-4}),
+])
+def test_optimizers(folder, optimizer, want):
+    """DeepSpeed's names and defaults."""
+    _, flags, _ = read(folder, {"optimizer": optimizer})
+    for name, value in want.items():
+        assert (flags[name][0] if isinstance(value, str) else float(flags[name][0])) == value, name
+    assert flags["schedule"][0] == "constant" and flags["warmup"][0] == "0"      # the file has no scheduler

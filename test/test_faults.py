@@ -9,8 +9,8 @@ import time
 import init
 import numpy as np
 import pytest
-from util import (FULL, ROOT, Run, binary, command, environment, gpt2_config, model_write, ranks_of, read_log,
-                  shard_write, train_gpt, weights)
+from util import (ROOT, Run, binary, command, environment, gpt2_config, model_write, num_gpus, ranks_of,
+                  read_log, shard_write, train_gpt)
 
 V, T = 97, 16
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -20,14 +20,14 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 def folder(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(gpt2_config(V, 24, T, L=2, NH=3)))
-    for split, count, seed in (("train", 9000, 3), ("val", 60000, 4)):
+    for split, count, seed in (("train", 9000, 3), ("val", 200000, 4)):
         shard_write(tmp_path / "data" / f"{split}_000000.bin", init.tokens(count, V, seed), V)
     return tmp_path
 
 
-def flags(folder, *more):
-    return ["-m", folder / "model", "--from-scratch", "-d", folder / "data", "-b", 2, "-l", 1e-3, "--warmup", 2,
-            "--sample-tokens", 0, *more]
+def flags(folder, *more, micro_batch=2):
+    return ["-m", folder / "model", "--from-scratch", "-d", folder / "data", "-b", micro_batch, "-l", 1e-3,
+            "--warmup", 2, "--sample-tokens", 0, *more]
 
 
 class Started:
@@ -39,16 +39,19 @@ class Started:
         self.process = subprocess.Popen(command(args, ranks, "cpu"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                         text=True, env=environment(**ONE_THREAD), cwd=ROOT, stdin=subprocess.DEVNULL)
         self.seen = ""
+        self.ranks = {None: self.process.pid}            # None: the launcher
 
     def wait_for(self, words):
+        """Reads up to a line that begins so. Who the ranks are is found out before, since that takes a while."""
+        self.seen += self.process.stdout.readline()
+        self.ranks.update(ranks_of(self.process.pid))
         while not (line := self.process.stdout.readline()).startswith(words):
             assert line or self.process.poll() is None, self.process.communicate()
             self.seen += line
         self.seen += line
 
     def send(self, number, rank=None):
-        pid = self.process.pid
-        os.kill(pid if rank is None else ranks_of(pid)[rank], number)
+        os.kill(self.ranks[rank], number)
 
     def end(self, code=0):
         out, err = self.process.communicate(timeout=60)
@@ -76,8 +79,8 @@ def assert_goes_on_as_unbroken(args, ranks, broken, unbroken):
     ("accumulation", 3, "SIGTERM", 2), ("eval", 3, "SIGTERM", 1), ("save", 2, "SIGTERM", 0)])
 def test_asked_to_end(folder, moment, stage, name, rank):
     """A signal to one of three ranks: the step is finished, saved, exit code 0, and the rest is as if unbroken."""
-    more = {"step": ["-n", 400], "accumulation": ["-n", 8, "-g", 100], "eval": ["-n", 8, "--eval-every", 3],
-            "save": ["-n", 400, "--save-every", 3]}[moment]
+    more = {"step": ["-n", 300, "-g", 12], "accumulation": ["-n", 20, "-g", 200], "eval": ["-n", 8, "--eval-every", 3],
+            "save": ["-n", 300, "-g", 8, "--save-every", 3]}[moment]
     args = flags(folder, "-z", stage, "--timeout", 30, *more)
     run = Started(args, 3, folder / "run")
     run.wait_for("step 3/")
@@ -93,8 +96,6 @@ def test_asked_to_end(folder, moment, stage, name, rank):
     assert broken.checkpoint(last).is_dir()
     if moment == "eval":
         assert last == 3 and "val_loss" not in broken.log[-1], "the signal came after the validation"
-    if moment == "save":
-        args = [str(a).replace("400", "8") for a in args] if last < 8 else args
     unbroken = train_gpt(*args, ranks=3, out=folder / "unbroken", **ONE_THREAD)
     assert_goes_on_as_unbroken(args, 3, broken, unbroken)
 
@@ -130,3 +131,184 @@ def test_asked_to_end_with_nowhere_to_save(folder):
     run.wait_for("step 3/")
     run.send(signal.SIGTERM)
     assert "nothing is saved without -o" in run.end().out
+
+
+# ---- what all ranks must have alike ------------------------------------------------------------------------------
+def said_apart(folder, first, second):
+    """Rank 0 runs one command, rank 1 another; what the run ends with."""
+    words = [str(word) for word in ["mpirun", "--oversubscribe", "-np", 1, *first, ":", "-np", 1, *second]]
+    process = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment(**ONE_THREAD),
+                             cwd=folder)
+    assert process.returncode == 1, process.stderr
+    return Run(process, None).complaint[0]
+
+
+def test_ranks_that_differ(folder):
+    args = ["-m", "d2", "-t", 16, "-d", "data", "-n", 2, "--sample-tokens", 0]
+    program, other = binary("cpu"), folder / "other"
+    other.write_bytes(program.read_bytes() + b"\0")
+    other.chmod(0o755)
+    differs = "rank 1 differs from rank 0 in the"
+    assert f"{differs} flags" in said_apart(folder, [program, *args], [program, *args, "-s", 7])
+    assert f"{differs} executable file" in said_apart(folder, [program, *args], [other, *args])
+    for rank in range(2):
+        shard_write(folder / str(rank) / "data" / "train_000000.bin", init.tokens(900, V, 3 + rank), V)
+    elsewhere = ["sh", "-c", f'cd $OMPI_COMM_WORLD_RANK && exec {program} "$@"', "sh", *args]
+    assert f"{differs} token shards" in said_apart(folder, elsewhere, elsewhere)
+
+
+def test_another_mpi(folder):
+    """Started by the launcher of another MPI, each process would take itself for the whole run."""
+    run = train_gpt(*flags(folder, "-n", 1), ok=False, PMI_SIZE="2", PMI_RANK="1")
+    assert run.code == 1 and "the launcher started 2 ranks (PMI_SIZE), MPI finds 1" in run.complaint[0]
+
+
+def test_no_gpu():
+    """The CUDA build, which scripts/test.sh compiles here for its registers, on a machine without a GPU."""
+    program = ROOT / "build/spills/train_gpt"
+    if not program.exists() or num_gpus() > 0:
+        pytest.skip("no CUDA build, or a GPU")
+    process = subprocess.run([program, "-n", "1"], capture_output=True, text=True, timeout=60, env=environment())
+    said = [line for line in process.stderr.splitlines() if line.startswith("train_gpt: ")]
+    assert process.returncode == 1 and len(said) == 1, process.stderr
+    assert said[0].startswith("train_gpt: no CUDA device: ") and said[0].endswith("builds for this machine")
+
+
+# ---- lost ranks --------------------------------------------------------------------------------------------------
+def supervise(folder, ranks, *args, more=()):
+    words = [str(ROOT / "scripts/supervise.sh"), str(ranks), *more, str(binary("cpu")), *map(str, args)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+                            env=environment(**ONE_THREAD), stdin=subprocess.DEVNULL)
+
+
+def launcher_of(script):
+    """The mpirun that supervise.sh has started."""
+    found = subprocess.run(["pgrep", "-P", str(script), "mpirun"], capture_output=True, text=True).stdout.split()
+    return int(found[0])
+
+
+def test_supervise(folder):
+    """Of three ranks one is killed: two go on with the same global batch, to the losses of an unbroken run."""
+    args = flags(folder, "-g", 4, "-n", 60, "--save-every", 10, "-z", 2, "--timeout", 20, micro_batch=1)
+    process = supervise(folder, 3, *args, "-o", folder / "run")
+    while not list((folder / "run").glob("step_*0")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(ranks_of(launcher_of(process.pid))[1], signal.SIGKILL)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert "1 ranks lost" in out and "supervise: 2 ranks, from" in out and "supervise: done" in out
+    assert "batch   12 sequences = 1 per micro-step x 6 micro-steps x 2 ranks" in out
+    unbroken = train_gpt(*args, ranks=3, out=folder / "unbroken", **ONE_THREAD)
+    log = read_log(folder / "run" / "log.jsonl")
+    assert [entry["step"] for entry in log] == list(range(1, 61))
+    assert [entry["loss"] for entry in log] == pytest.approx(unbroken.series("loss"), rel=1e-5)
+
+
+def test_supervise_gives_up(folder):
+    bad = folder / "nowhere"
+    process = supervise(folder, 2, "-d", bad, "-o", folder / "run", more=["--retries", "2"])
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "2 starts in a row without a new checkpoint: given up" in out
+    process = supervise(folder, 2, "--zero", "9", "-o", folder / "run")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    process = supervise(folder, 2, "-o", folder / "run", more=["--hostfile", folder / "nowhere"])
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and f"{folder}/nowhere: cannot be read" in out
+    hosts = folder / "hosts"
+    hosts.write_text("localhost slots=1\nno-such-host.invalid slots=4\n")
+    process = supervise(folder, 5, *flags(folder, "-n", 2), "-o", folder / "hosted", more=["--hostfile", hosts])
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert "no-such-host.invalid does not answer: left out" in out and "supervise: 1 ranks" in out
+
+
+def test_elastic(folder):
+    args = flags(folder, "-g", 3, "-n", 2)
+    run = train_gpt(*args, out=folder / "run", **ONE_THREAD)                             # 6 sequences
+    four = train_gpt(*args, "--resume", run.checkpoint(2), "--elastic", ranks=4, ok=False, **ONE_THREAD)
+    assert four.code == 1 and "the global batch of 6 sequences in" in four.complaint[0]
+    assert "does not divide over 4 ranks; the most that it divides over below that is 3" in four.complaint[0]
+
+
+# ---- numbers that go wrong ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ranks,stage", [(1, 0), (3, 2)])
+def test_nonfinite_is_named(folder, ranks, stage):
+    """A NaN among the weights: each step that is skipped names a tensor, ten in a row end the run, and the checkpoint
+    that was there stays."""
+    config = gpt2_config(V, 24, T, L=2, NH=3)
+    tensors = init.gpt2_weights(config, 1)
+    good = model_write(folder / "good", config, tensors)
+    args = ["-d", folder / "data", "-b", 2, "-z", stage, "--sample-tokens", 0]
+    run = train_gpt("-m", good, "-n", 2, *args, ranks=ranks, out=folder / "run", **ONE_THREAD)
+    before = (run.checkpoint(2) / "model.safetensors").read_bytes()
+    tensors["transformer.ln_f.weight"][3] = np.nan
+    bad = model_write(folder / "bad", config, tensors)
+    run = train_gpt("-m", bad, "-n", 50, *args, ranks=ranks, out=folder / "again", ok=False, **ONE_THREAD)
+    skipped = re.findall(r"step (\d+)/50 .*SKIPPED: Inf or NaN in (\S+)", run.out)
+    assert [int(step) for step, _ in skipped] == list(range(1, 11))
+    assert {name for _, name in skipped} == {run.log[0]["nonfinite"]} <= set(tensors)
+    assert "step 10: the gradient is not finite, 10 times in a row" in run.complaint[0]
+    assert run.code == 1 and skipped[0][1] in run.complaint[0]
+    assert (folder / "run" / "step_00000002" / "model.safetensors").read_bytes() == before
+
+
+def spiky(folder, deviations=4):
+    """Thirty steps of text that is learnt at once, one of noise, and more text; in file order."""
+    text = np.tile(np.arange(4), 30 * 2 * T // 4)
+    noise = np.random.default_rng(1).integers(0, V, 2 * T)
+    shard_write(folder / "spiky" / "train_000000.bin", np.concatenate([text, noise, text, [0]]), V)
+    return ["-m", folder / "model", "--from-scratch", "-d", folder / "spiky", "-l", 1e-3, "--no-shuffle", "-n", 36,
+            "--schedule", "constant", "--spike-window", 6, "--spike-deviations", deviations,
+            "--sample-tokens", 0]
+
+
+def test_spike(folder):
+    """A step that stands out is said, or with --spike-skip changes nothing; as well on two ranks and after a resume."""
+    args = spiky(folder)
+    run = train_gpt(*args, "-b", 2, out=folder / "run", **ONE_THREAD)
+    assert re.findall(r"step (\d+)/36 .*WARNING: (?:loss|norm) \d+\.\d deviations above its mean", run.out)[0] == "31"
+    assert run.log[30]["loss_deviations"] > 4 and run.log[30]["skipped"] == 0
+    skips = [*args, "--spike-skip", "--save-every", 25]
+    one = train_gpt(*skips, "-b", 2, out=folder / "one", **ONE_THREAD)
+    two = train_gpt(*skips, "-b", 1, "-z", 2, ranks=2, out=folder / "two", **ONE_THREAD)
+    rest = train_gpt(*skips, "-b", 2, "--resume", one.checkpoint(25), out=folder / "rest", **ONE_THREAD)
+    for skipping in (one, two):
+        assert skipping.series("skipped").index(1) == 30 and skipping.series("lr")[31] == skipping.series("lr")[30]
+    assert two.series("loss") == pytest.approx(one.series("loss"), rel=1e-5)
+    assert rest.series("loss") == one.series("loss")[25:] and rest.series("skipped") == one.series("skipped")[25:]
+    assert rest.log[-1]["state_hash"] == one.log[-1]["state_hash"]
+    silent = train_gpt(*spiky(folder, deviations=0), "-b", 2, out=folder / "silent", **ONE_THREAD)
+    assert "WARNING" not in silent.out and silent.series("loss") == run.series("loss")
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ranks,stage", [(1, 0), (2, 3)])
+def test_memory_stays(folder, ranks, stage):
+    """A thousand steps with saves and validations: the memory of step 10 is that of step 1000."""
+    args = flags(folder, "-n", 1000, "-z", stage, "--eval-every", 250, "--eval-batches", 20, "--save-every", 250)
+    mib = train_gpt(*args, ranks=ranks, out=folder / "run", **ONE_THREAD).series("host_mib")
+    assert len(mib) == 1000 and max(mib[10:]) - mib[9] < 0.25, (mib[9], max(mib[10:]))
+
+
+def own_leaks(report):
+    """The blocks of LeakSanitizer's report that our own code has asked for. Open MPI has leaks of its own, most of them
+    in parts that it has unloaded by then, so that they cannot be told by name."""
+    frames = [re.findall(r"^\s+#[1-9].*", block, re.M) for block in report.split("\n\n") if " leak of " in block]
+    first = [[f for f in stack if "libsanitizer" not in f][:1] for stack in frames]
+    return [f[0] for f in first if f and re.search(r"\.(?:cu|cuh|h|cpp):\d+$", f[0])]
+
+
+@pytest.mark.parametrize("ranks,stage", [(1, 0), (2, 3)])
+def test_no_leak(folder, ranks, stage):
+    """Three steps with a save and a validation, and going on from there, in a build with sanitizers: nothing is lost,
+    no address is wrong, no behaviour undefined. make DEVICE=cpu SANITIZE=1"""
+    args = flags(folder, "-z", stage, "--eval-batches", 2, "--save-every", 2)
+    clean = {"LSAN_OPTIONS": "exitcode=0", **ONE_THREAD}
+    run = train_gpt(*args, "-n", 3, ranks=ranks, device="sanitize", out=folder / "run", **clean)
+    rest = train_gpt(*args, "-n", 4, "--resume", "auto", ranks=ranks, device="sanitize", out=folder / "run", **clean)
+    for said in (run.err, rest.err):
+        assert not own_leaks(said) and "ERROR: AddressSanitizer" not in said and "runtime error" not in said
+    planted = "\n\nDirect leak of 8 byte(s)\n    #0 0x1 in malloc libsanitizer/x.cpp:1\n    #1 0x2 in f data/x.h:3\n\n"
+    assert len(own_leaks(planted)) == 1

@@ -153,3 +153,15 @@ def test_help_and_version():
         assert name in help_text
     assert "cpu" in train_gpt("--version").out.lower()
     assert binary("cpu").exists()
+
+
+def test_report(tmp_path):
+    """--report has a row for all that a run stands on; what is missing is said with what to do."""
+    run = train_gpt("--report", cwd=tmp_path, PATH=f"{tmp_path}:/usr/bin:/bin")
+    rows = {line.split()[0]: line for line in run.out.splitlines() if not line.startswith(" ")}
+    for name in ("train_gpt", "precisions", "CPU", "SIMD", "memory", "/dev/shm", "MPI", "NCCL", "BLAS", "text", "CUDA"):
+        assert re.match(r"\S+ +(ok|MISS) +\S", rows[name]), name
+    lines = run.out.splitlines()
+    for line, after in zip(lines, lines[1:] + [""]):
+        assert ("MISS" in line) == after.strip().startswith("->")
+    assert "AVX" in rows["SIMD"] or "SSE" in rows["SIMD"]

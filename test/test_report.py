@@ -57,7 +57,7 @@ def runs(tmp_path_factory):
         lines.append(entry)
         if step % 500 == 0:
             lines.append({"step": step, "val_loss": loss + 0.1, "val_tokens": 1000, "bits_per_byte": loss / 3})
-            lines.append({"step": step, "sample": "and <b>so</b> on", "prompt": "Once"})
+            lines.append({"step": step, "sample": "Once and <b>so</b> on"})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "full" / "log.jsonl").write_text(text + '{"step": 2001, "lo')          # it is being written
     return folder

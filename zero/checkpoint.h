@@ -20,6 +20,7 @@ typedef struct RunState {
     unsigned long long seed;
     size_t seq_len, global_batch;
     bool fp32_weights, fp32_moments;    // were kept to the last bit: in other storage they are rounded
+    Spikes spikes;
     bool val_due;                       // the validation after this step was cut short
 } RunState;
 
@@ -138,6 +139,12 @@ static void run_state_write(const RunState* s, const Zero* z, const char* path)
     json_add_int(j, "seed", (long long)s->seed);
     json_add_int(j, "seq_len", (long long)s->seq_len);
     json_add_int(j, "global_batch", (long long)s->global_batch);
+    cJSON* spikes = json_add_object(j, "spikes");
+    json_add_int(spikes, "num_seen", (long long)s->spikes.num_seen);
+    json_add_float(spikes, "loss_mean", s->spikes.loss.mean);
+    json_add_float(spikes, "loss_variance", s->spikes.loss.variance);
+    json_add_float(spikes, "norm_mean", s->spikes.norm.mean);
+    json_add_float(spikes, "norm_variance", s->spikes.norm.variance);
     if (s->val_due) json_add_bool(j, "val_due", true);
     json_add_int(j, "num_ranks", z->comm->num_ranks);
     json_add_int(j, "zero_stage", z->stage);
@@ -183,6 +190,17 @@ static void checkpoint_save(Zero* z, const char* out, const RunState* state,
 }
 
 // ----------------------------------------------------------------------------------------------------------- load
+/* The global batch of the run that the checkpoint is of. */
+static size_t checkpoint_global_batch(const char* folder)
+{
+    char path[4200];
+    snprintf(path, sizeof path, "%s/state.json", folder);
+    cJSON* j = json_parse_file(path);
+    size_t batch = (size_t)json_int(j, "global_batch", 1, 1 << 30, path);
+    cJSON_Delete(j);
+    return batch;
+}
+
 /* The moments of what this rank updates, and the counters, from a checkpoint. */
 static RunState checkpoint_load_state(Zero* z, const char* folder)
 {
@@ -209,6 +227,14 @@ static RunState checkpoint_load_state(Zero* z, const char* folder)
     state.global_batch = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);
     state.fp32_weights = strcmp(json_string_or(j, "master", "fp32", path), "bf16") != 0;
     state.fp32_moments = strcmp(json_string_or(j, "moments", "fp32", path), "fp32") == 0;
+    if (json_has(j, "spikes")) {
+        const cJSON* spikes = json_object(j, "spikes", path);
+        state.spikes.num_seen = (unsigned long long)json_int(spikes, "num_seen", 0, JSON_MAX_INT, path);
+        state.spikes.loss = Series{json_float(spikes, "loss_mean", -1e300, 1e300, path),
+                                   json_float(spikes, "loss_variance", 0, 1e300, path)};
+        state.spikes.norm = Series{json_float(spikes, "norm_mean", -1e300, 1e300, path),
+                                   json_float(spikes, "norm_variance", 0, 1e300, path)};
+    }
     state.val_due = json_bool_or(j, "val_due", false, path);
     cJSON_Delete(j);
 

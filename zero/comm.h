@@ -63,6 +63,24 @@ static int comm_launcher_rank(void)
     return 0;
 }
 
+/* The launcher's number of ranks, where it says one: that of another MPI starts processes that do not find one another,
+ * each of which would take itself for the whole run. */
+static void comm_check_launcher(const Comm* c)
+{
+    for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}) {
+        const char* text = getenv(name);
+        if (text == nullptr) continue;
+        ENSURE(atoi(text) == c->num_ranks, "the launcher started %s ranks (%s), MPI finds %d: start it with the mpirun "
+               "of the MPI that it is built with%s", text, name, c->num_ranks,
+#ifdef NO_MPI
+               "; this binary is built with NO_MPI=1");
+#else
+               "");
+#endif
+        return;
+    }
+}
+
 static void comm_init(Comm* c)
 {
     *c = Comm{};
@@ -80,6 +98,7 @@ static void comm_init(Comm* c)
 #endif
     die_rank = c->rank;
     die_num_ranks = c->num_ranks;
+    comm_check_launcher(c);
 }
 
 /* From here on a hang ends with a message. */
@@ -87,14 +106,14 @@ static void comm_watch(Comm* c, double timeout_s)
 {
     if (c->num_ranks == 1) return;
 #ifndef NO_MPI
-    Beat *own, *beats;
-    MPI_Aint size_bytes;
+    char* base;                                    // one more than there are ranks: it need not be aligned as they are
+    MPI_Aint size_bytes = (MPI_Aint)sizeof(Beat) * (c->host_rank == 0 ? 2 : 1);
     int unit_bytes;
-    MPI_CHECK(MPI_Win_allocate_shared(sizeof(Beat), 1, MPI_INFO_NULL, c->host, &own, &c->beats));
-    MPI_CHECK(MPI_Win_shared_query(c->beats, 0, &size_bytes, &unit_bytes, &beats));
+    MPI_CHECK(MPI_Win_allocate_shared(size_bytes, 1, MPI_INFO_NULL, c->host, &base, &c->beats));
+    MPI_CHECK(MPI_Win_shared_query(c->beats, 0, &size_bytes, &unit_bytes, &base));
+    Beat* beats = (Beat*)(((uintptr_t)base + alignof(Beat) - 1) / alignof(Beat) * alignof(Beat));
     if (c->host_rank == 0) memset((void*)beats, 0, c->host_num_ranks * sizeof(Beat));
     MPI_CHECK(MPI_Barrier(c->host));
-    ENSURE(own == beats + c->host_rank, "the shared memory of this host's ranks is not in one piece");
     c->watch = watch_start(beats, c->host_num_ranks, c->host_rank, c->rank, timeout_s);
     MPI_CHECK(MPI_Barrier(c->host));
 #else

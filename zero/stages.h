@@ -89,6 +89,8 @@ typedef struct Zero {
     double* norm_scratch;
     StepState* state;
     StepState* h_state;         // (2) pinned: the host reads the step before, so that no step waits for it
+    GradPart* grad_parts;       // (num_tensors) where this rank's part of each reduced gradient is
+    int *found, *h_found;       // (2, num_tensors), pinned (num_tensors): which parts had an Inf or NaN, by slot
     unsigned long long* hash;   // (1)
     float* bounce;              // (BOUNCE_ELEMS) pinned: between files and the device
     unsigned short* halves;     // (2, BOUNCE_ELEMS) pinned: the same for what is not kept as floats
@@ -316,6 +318,9 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->norm_scratch, global_norm_scratch_elems());
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->state, 1);
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->hash, 1);
+    plan_add(plan, "step sums and scratch", Place::DEVICE, &z->grad_parts, shard->num_tensors);
+    plan_add(plan, "step sums and scratch", Place::DEVICE, &z->found, 2 * shard->num_tensors);
+    plan_add(plan, "step results", Place::HOST, &z->h_found, shard->num_tensors);
     plan_add(plan, "step results", Place::HOST, &z->h_state, 2);
     plan_add(plan, "between files and device", Place::HOST, &z->bounce, BOUNCE_ELEMS);
 }
@@ -355,6 +360,20 @@ static void zero_place_units(Zero* z)
     }
 }
 
+/* The table of nonfinite_find. */
+static void zero_place_grad_parts(Zero* z)
+{
+    const Shard* s = z->shard;
+    GradPart* parts = (GradPart*)malloc_checked(s->num_tensors * sizeof *parts);
+    for (int t = 0; t < s->num_tensors; t++) {
+        int u = s->tensors[t].unit;
+        Range part = tensor_part(&s->tensors[t], shard_slice(s, u, z->comm->rank));
+        parts[t] = GradPart{part.count > 0 ? zero_reduced_grad(z, u, part.first) : Values{}, part.count};
+    }
+    CUDA_CHECK(cudaMemcpy(z->grad_parts, parts, s->num_tensors * sizeof *parts, cudaMemcpyHostToDevice));
+    free(parts);
+}
+
 /* After plan_allocate: streams, events, tables. What is waited for first is recorded here: nothing to wait for yet. */
 static void zero_start(Zero* z)
 {
@@ -375,6 +394,7 @@ static void zero_start(Zero* z)
         CUDA_CHECK(cudaEventRecord(z->params_ready[b], z->gather));
     }
     zero_place_units(z);
+    if (z->training) zero_place_grad_parts(z);
 }
 
 static void zero_free(Zero* z)
@@ -599,26 +619,17 @@ static void zero_step_ask(Zero* z, Ask ask)
     CUDA_CHECK(cudaMemsetAsync(sum, 0x3f, sizeof *sum, z->compute));     // 0x3f3f3f3f3f3f3f3f is a positive number
 }
 
-/* The first tensor with an Inf or NaN in its reduced gradient of the newest step, -1 if there is none: the same on
- * every rank. Synchronises. */
-static int zero_first_nonfinite(Zero* z)
+/* The first tensor with an Inf or NaN in its reduced gradient, of the step with this slot, which was skipped for it;
+ * -1: none, the loss was not finite. The same on every rank. Synchronises. */
+static int zero_first_nonfinite(Zero* z, int slot)
 {
-    const Shard* s = z->shard;
-    int first = s->num_tensors;
-    for (int t = 0; t < first; t++) {
-        int u = s->tensors[t].unit;
-        Range part = tensor_part(&s->tensors[t], shard_slice(s, u, z->comm->rank));
-        if (part.count == 0) continue;
-        double sums[2];
-        CUDA_CHECK(cudaMemsetAsync(z->step_sums, 0, sizeof sums, z->compute));
-        global_norm_accumulate(z->step_sums, z->norm_scratch, zero_reduced_grad(z, u, part.first), part.count,
-                               z->compute);
-        CUDA_CHECK(cudaMemcpyAsync(sums, z->step_sums, sizeof sums, cudaMemcpyDeviceToHost, z->compute));
-        CUDA_CHECK(cudaStreamSynchronize(z->compute));
-        if (sums[NUM_NONFINITE] > 0) first = t;
-    }
+    const int n = z->shard->num_tensors;
+    CUDA_CHECK(cudaMemcpyAsync(z->h_found, z->found + slot * n, n * sizeof(int), cudaMemcpyDeviceToHost, z->compute));
+    CUDA_CHECK(cudaStreamSynchronize(z->compute));
+    int first = 0;
+    while (first < n && !z->h_found[first]) first++;
     first = -(int)comm_max_host(z->comm, -first);
-    return first < s->num_tensors ? first : -1;
+    return first < n ? first : -1;
 }
 
 /* Bytes this rank sends in one step, by the same arithmetic as the collectives. */

@@ -221,6 +221,7 @@ static void zero_step_end(Zero* z, StepConfig config, OptimizerConfig optimizer,
     }
     comm_all_reduce(z->comm, z->step_sums, NUM_STEP_SUMS, ncclFloat64, z->compute);
     step_state_update(z->state, z->step_sums, config, z->compute);
+    nonfinite_find(z->found + slot * shard->num_tensors, z->grad_parts, shard->num_tensors, z->state, z->compute);
     CUDA_CHECK(cudaMemcpyAsync(&z->h_state[slot], z->state, sizeof(StepState), cudaMemcpyDeviceToHost, z->compute));
     if (optimizer.optimizer == Optimizer::LAMB) lamb_begin(z, optimizer);
     if (optimizer.optimizer == Optimizer::MUON) muon_begin(z, optimizer);

@@ -557,7 +557,7 @@ void check_range(const void* p, size_t size_bytes, Access access, const char* na
     Space* s = space_of(p);
     if (s == nullptr || size_bytes == 0) return;
     check_cells(s, p, size_bytes, access, place_named(name, 0), 0);
-    count_library(p, size_bytes, access);
+    if (s == &spaces[(int)Memory::DEVICE]) count_library(p, size_bytes, access, name);
 }
 
 void check_async_issue(void* dst, const void* src, bool valid, const char* file, int line)

@@ -1,11 +1,13 @@
 /* emu_count.h: part of emu_check.cpp: what the requests of warps cost. The n-th execution of one instruction by the
  * lanes of a warp is one request. Global memory moves sectors of 32 bytes; shared memory serves 128 bytes a wavefront,
  * one word of each bank. Counted are g++'s accesses: 16-byte ones must go through ld128 and st128, else they are four.
- * EMU_COUNT=1 prints a table per kernel and source line when the program ends. */
+ * EMU_COUNT=moved prints when the program ends what each kernel and library call has moved; EMU_COUNT=1 also a table
+ * per kernel and source line. */
 
 struct Request { uint64_t key; uint32_t block, lanes; uint64_t addr[32]; uint8_t bytes[32]; };
 struct Occurrence { uint64_t key; uint32_t block, count; };
 struct Counted { EmuTraffic traffic[4]; };           // of a place: 2*shared + write
+struct OpTraffic { const char* name; EmuTraffic traffic; };   // of all runs of a kernel or library call
 struct DeviceAllocation { const char* p; size_t size_bytes; EmuTraffic traffic; };
 
 static Request* requests;
@@ -16,6 +18,8 @@ static Counted* counted;                             // [place]
 static DeviceAllocation* device_allocations;         // ascending
 static size_t num_device_allocations, device_allocations_capacity;
 static EmuTraffic total;
+static OpTraffic op_traffics[256];
+static int num_op_traffics;
 static bool counting = getenv("EMU_COUNT") != nullptr;
 
 template <class T> static T* table_find(T* table, size_t capacity, uint64_t key)
@@ -184,6 +188,17 @@ static void count_block_end(void)
     num_requests = num_occurrences = 0;
 }
 
+static OpTraffic* op_traffic_of(const char* name)
+{
+    static OpTraffic* recent = op_traffics;
+    if (recent->name == name) return recent;
+    for (recent = op_traffics; recent < op_traffics + num_op_traffics; recent++)
+        if (strcmp(recent->name, name) == 0) return recent;
+    ENSURE(num_op_traffics < 256, "emulator: more than 256 kernels are counted");
+    op_traffics[num_op_traffics++].name = name;
+    return recent;
+}
+
 /* Before the cells of an access by a kernel are updated: which bytes has its block, its operation not touched yet? */
 static void count_first_touches(const void* p, const Cell* first, const Cell* last, Access access)
 {
@@ -195,10 +210,11 @@ static void count_first_touches(const void* p, const Cell* first, const Cell* la
     }
     if (t.block_bytes == 0) return;
     traffic_add(&total, &t);
+    traffic_add(&op_traffic_of(kernel_name)->traffic, &t);
     if (EmuTraffic* of = traffic_of(p)) traffic_add(of, &t);
 }
 
-static void count_library(const void* p, size_t size_bytes, Access access)
+static void count_library(const void* p, size_t size_bytes, Access access, const char* name)
 {
     if (!counting) return;
     EmuTraffic t = {};
@@ -206,6 +222,7 @@ static void count_library(const void* p, size_t size_bytes, Access access)
     t.block_bytes = t.op_bytes = size_bytes;
     t.sectors = t.ideal_sectors = (size_bytes + 31) / 32;
     traffic_add(&total, &t);
+    traffic_add(&op_traffic_of(name)->traffic, &t);
     if (EmuTraffic* of = traffic_of(p)) traffic_add(of, &t);
 }
 
@@ -250,6 +267,9 @@ static int count_line_order(const void* a, const void* b)
 __attribute__((destructor)) static void count_print(void)
 {
     if (!counting || counted == nullptr || getenv("EMU_COUNT") == nullptr) return;
+    for (const OpTraffic* o = op_traffics; o < op_traffics + num_op_traffics; o++)
+        fprintf(stderr, "moved by %s: %llu bytes\n", o->name, (unsigned long long)o->traffic.block_bytes);
+    if (strcmp(getenv("EMU_COUNT"), "moved") == 0) return;
     CountLine* lines = (CountLine*)calloc((size_t)num_places * 4, sizeof(CountLine));
     if (lines == nullptr) return;
     size_t num_lines = 0;

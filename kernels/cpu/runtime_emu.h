@@ -378,7 +378,7 @@ void stream_enqueue(cudaStream_t handle, const char* name, const StreamOpKind* k
 /* ---- the operations of this file */
 
 struct CopyArg { char* dst; const char* src; size_t size_bytes; };   // a pageable source follows: its snapshot
-struct FillArg { char* p; size_t size_bytes; int value; };
+struct FillArg { char* p; size_t size_bytes; int value; const char* name; };
 
 static bool run_copy(void* arg)
 {
@@ -392,7 +392,7 @@ static bool run_copy(void* arg)
 static bool run_fill(void* arg)
 {
     FillArg* fill = (FillArg*)arg;
-    check_range(fill->p, fill->size_bytes, Access::WRITE, "cudaMemset");
+    check_range(fill->p, fill->size_bytes, Access::WRITE, fill->name);
     memset(fill->p, fill->value, fill->size_bytes);
     return true;
 }
@@ -488,7 +488,7 @@ cudaError_t cudaMemsetAsync(void* p, int value, size_t size, cudaStream_t stream
     if (size == 0) return cudaSuccess;
     emu_check_device_range(p, size, "cudaMemset");
     FillArg* fill = (FillArg*)malloc_checked(sizeof(FillArg));
-    *fill = {(char*)p, size, value};
+    *fill = {(char*)p, size, value, stream == nullptr ? "cudaMemset" : "cudaMemsetAsync"};
     stream_enqueue(stream, "cudaMemsetAsync", &fill_kind, fill);
     return cudaSuccess;
 }

@@ -5,6 +5,7 @@
  * opened by then is freed and closed; what a parser that accepts does not free itself is reported as a leak. */
 #include <csetjmp>
 #include <sanitizer/allocator_interface.h>
+#include "ds_config.h"
 #include "fit.cuh"
 
 // The machine code that PCRE2 makes is no memory that can be given back from outside: the same matches, slower.
@@ -120,20 +121,23 @@ static void fuzz_tokenizer(const char* text, size_t length)
 }
 
 static Tokenizer* prompt_tokenizer;      // one token a byte
-static FILE* prompt_file;
 
 static void fuzz_prompts(const char* text, size_t length)
 {
+    static Comm comm;
+    static Zero zero;
     static Model model;
+    zero.comm = &comm;
+    model.zero = &zero;
     model.config.V = 256;
+    Lines lines = lines_open(put("prompts.jsonl", text, length));
     Generator g = {};
     g.tokenizer = prompt_tokenizer;
     g.defaults = GenerateConfig{4, 40, 0.8, 1, 1, 42};
-    g.input_name = "input";
-    g.input = prompt_file = fmemopen((void*)text, length, "r");
-    if (g.input == nullptr) return;      // an empty buffer is none
+    g.input = &lines;
     Prompt prompt;
     while (prompt_read(&prompt, &model, &g)) free(prompt.ids);
+    lines_close(&lines);
 }
 
 /* The log of a run that is resumed at step 5. */
@@ -145,12 +149,23 @@ static void fuzz_log(const char* text, size_t length)
     log_close(&log);
 }
 
+static void fuzz_dsconfig(const char* text, size_t length)
+{
+    static Flags flags;
+    const char* words[] = {"train_gpt", "--config", put("ds_config.json", text, length)};
+    flags_parse(&flags, 3, (char**)words);
+    DsConfig config;
+    ds_config_read(&config, &flags);
+    ds_config_refuse(&config);
+    ds_config_free(&config);
+}
+
 typedef struct { const char* name; void (*parse)(const char* text, size_t length); } Target;
 
 static const Target targets[] = {
     {"flags", fuzz_flags}, {"config", fuzz_config}, {"safetensors", fuzz_safetensors}, {"index", fuzz_index},
     {"shard", fuzz_shard}, {"tokenizer", fuzz_tokenizer}, {"sentencepiece", fuzz_tokenizer},
-    {"prompts", fuzz_prompts}, {"log", fuzz_log},
+    {"prompts", fuzz_prompts}, {"log", fuzz_log}, {"dsconfig", fuzz_dsconfig},
 };
 
 // ------------------------------------------------------------------------------------------------- what a refusal left
@@ -232,8 +247,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t length)
     counts = true;
     bool accepted = setjmp(refused) == 0;
     if (accepted) target->parse(text, length);
-    if (prompt_file != nullptr) fclose(prompt_file);
-    prompt_file = nullptr;
     counts = false;
     if (!accepted) {
         for (int i = 0; i < num_blocks; i++) free((void*)blocks[i]);

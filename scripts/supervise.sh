@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# Keeps a run going: starts it, and starts it again from its newest complete checkpoint when it dies.
+#   scripts/supervise.sh RANKS [--hostfile FILE] [--min-ranks N] [--retries N] ./train_gpt -o FOLDER ARGS...
+# A rank that was killed or gives no sign of life is not counted on again: the next start has one less for each. With a
+# hostfile (lines of "HOST slots=N") the hosts that answer are counted before each start. Fewer ranks keep the global
+# batch: --elastic changes the micro-steps, and the number of ranks is lowered until it divides the batch.
+# It gives up after --retries (3) starts in a row that have made no checkpoint, and at a usage error (exit code 2).
+# SIGTERM, SIGINT and SIGUSR2 end the run after a save, SIGUSR1 saves: mpirun gets them as what it passes on.
+set -uo pipefail
+
+say() { echo "supervise: $*"; }
+usage() { sed -n '3p' "$0" | tr -d '#' >&2; exit 2; }
+
+ranks=${1:-} hostfile="" min_ranks=1 retries=3
+[[ $ranks =~ ^[1-9][0-9]*$ ]] || usage
+shift
+while [ $# -gt 0 ]; do
+    case $1 in
+        --hostfile) hostfile=${2:-}; [ -r "$hostfile" ] || { say "$hostfile: cannot be read"; exit 1; }; shift 2 ;;
+        --min-ranks) min_ranks=${2:-}; shift 2 ;;
+        --retries) retries=${2:-}; shift 2 ;;
+        *) break ;;
+    esac
+done
+[ $# -gt 0 ] || usage
+command=("$@") out="" previous=""
+for word in "$@"; do
+    case $previous:$word in
+        -o:* | --out:*) out=$word ;;
+        *:--out=*) out=${word#--out=} ;;
+        *:-o?*) out=${word#-o} ;;
+    esac
+    previous=$word
+done
+[ -n "$out" ] || { say "the command has no -o: without checkpoints there is nothing to go on from"; exit 2; }
+
+# The newest checkpoint that is complete, empty without one.
+checkpoint() {
+    for folder in "$out"/step_*[0-9]; do [ -e "$folder/state.json" ] && echo "$folder"; done | sort | tail -n 1
+}
+
+# The hosts of the hostfile that answer, as mpirun's --host list; `ranks` becomes at most their slots.
+count_hosts() {
+    local host rest slots total=0
+    hosts=""
+    while read -r host rest; do
+        case $host in "" | \#*) continue ;; esac
+        slots=$(grep -oE 'slots=[0-9]+' <<< "$rest" | tr -dc 0-9)
+        if [ "$host" = localhost ] || [ "$host" = "$(hostname)" ] ||
+            timeout 20 ssh -o BatchMode=yes -o ConnectTimeout=10 "$host" true < /dev/null > /dev/null 2>&1; then
+            hosts="$hosts,$host:${slots:-1}"
+            total=$((total + ${slots:-1}))
+        else
+            say "$host does not answer: left out"
+        fi
+    done < "$hostfile"
+    [ "$ranks" -le "$total" ] || ranks=$total
+    hosts=${hosts#,}
+}
+
+pid="" ended=0
+pass_on() { [ -z "$pid" ] || kill "-$1" "$pid" 2> /dev/null; }
+trap 'ended=1; pass_on USR2' TERM INT USR2
+trap 'pass_on USR1' USR1
+
+err=$(mktemp) || exit 1
+trap 'rm -f "$err"' EXIT
+failures=0
+while :; do
+    launch=(mpirun --oversubscribe)
+    if [ -n "$hostfile" ]; then
+        count_hosts
+        launch+=(--host "$hosts")
+    fi
+    before=$(checkpoint)
+    if [ -n "$before" ]; then
+        batch=$(grep -oE '"global_batch": [0-9]+' "$before/state.json" | tr -dc 0-9)
+        while [ "$ranks" -gt 1 ] && [ $((batch % ranks)) != 0 ]; do ranks=$((ranks - 1)); done
+    fi
+    [ "$ranks" -ge "$min_ranks" ] || { say "$ranks ranks remain, --min-ranks is $min_ranks: given up"; exit 1; }
+    say "$ranks ranks, from ${before:-the beginning}"
+    "${launch[@]}" -np "$ranks" "${command[@]}" --resume auto --elastic 2> >(tee "$err" >&2) &
+    pid=$!
+    wait "$pid"
+    status=$?
+    while kill -0 "$pid" 2> /dev/null; do      # a signal to this script has ended the wait, not the run
+        wait "$pid"
+        status=$?
+    done
+    pid=""
+    if [ $status = 0 ]; then say "done"; exit 0; fi
+    [ $ended = 0 ] || { say "asked to end; exit code $status"; exit $status; }
+    [ $status != 2 ] || exit 2
+    if [ "$(checkpoint)" = "$before" ]; then failures=$((failures + 1)); else failures=0; fi
+    if [ $failures -ge "$retries" ]; then
+        say "exit code $status, $failures starts in a row without a new checkpoint: given up"
+        exit 1
+    fi
+    lost=$(grep -oE 'rank [0-9]+ with PID [0-9]+ on node [^ ]+ exited on signal|rank [0-9]+ gives no sign of life' \
+        "$err" | grep -oE '^rank [0-9]+' | sort -u | wc -l)
+    say "exit code $status, $lost ranks lost"
+    ranks=$((ranks > lost ? ranks - lost : 0))
+    sleep 1
+done
