@@ -34,6 +34,10 @@
     F(INT,    epochs,         0,  1,         1, 1 << 20, "passes over the training shards, when -n is not given") \
     F(REAL,   lr,            'l', 6e-4,      0, 1e3, "peak learning rate") \
     F(ONEOF,  precision,     'p', "fp32",    "fp32|bf16|fp16", 0, "storage of parameters and activations") \
+    F(ONEOF,  master,         0,  "fp32",    "fp32|split|none", 0, "bf16: the weights that the optimizer keeps: fp32; split = the bf16 weight and the 16 bits below it, exactly the fp32 value; none = the bf16 weight, rounded at random") \
+    F(ONEOF,  state_dtype,    0,  "fp32",    "fp32|bf16", 0, "the optimizer's moments; bf16 is rounded at random") \
+    F(ONEOF,  grad_dtype,     0,  "fp32",    "fp32|bf16|fp16", 0, "gradients are summed over micro-steps in fp32, or in the 16 bits of -p (those of embeddings and head in fp32 until they are sent)") \
+    F(ONEOF,  comm_dtype,     0,  "grad",    "grad|fp32|bf16|fp16", 0, "gradients go to other ranks in this type; grad = that of --grad-dtype") \
     F(REAL,   loss_scale,     0,  0,         0, 1e30, "fp16: factor of the loss in the backward; 0 = found while training") \
     F(INT,    initial_scale_power, 0, 16,    0, 31, "fp16: the loss scale starts at 2 to this power") \
     F(INT,    loss_scale_window, 0, 1000,    1, 1 << 30, "fp16: the loss scale doubles after so many good steps in a row") \
@@ -109,8 +113,8 @@
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
-    "master grad-dtype state-dtype tp pp sp offload-dir " \
-    "bench comm-dtype fp32-tensors profile " \
+    "tp pp sp offload-dir " \
+    "bench fp32-tensors profile " \
     "tune"
 
 #define VALUES_LATER "1bit-adam 01-adam 1bit-lamb onebitadam zerooneadam onebitlamb"

@@ -405,7 +405,7 @@ static void weights_init(Run* run)
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
             tensor_init(bounce, t, tensor_file_place(t, part.first) + done, n, (uint64_t)run->flags->seed);
-            weights_from_host(&run->zero, t->unit, part.first + done, bounce, n);
+            zero_state_from_host(&run->zero, STATE_WEIGHTS, t->unit, part.first + done, n, bounce);
             done += n;
         }
     }
@@ -469,7 +469,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->elastic && resume_path[0]) batch_of_checkpoint(run, resume_path);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
     rates_apply(&run->model.shard, f);
-    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false};
+    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false, storage_from_flags(f)};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
     run->setting.offloads = strcmp(f->offload, "activations") == 0;
     if (run->setting.offloads && run->setting.recompute != Recompute::BLOCKS && !f->auto_)

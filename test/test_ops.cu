@@ -23,6 +23,7 @@
 #include "../kernels/step.cuh"
 #include "../kernels/optimizer.cuh"
 #include "../kernels/muon.cuh"
+#include "test_storage.h"
 #ifdef EMU_CHECK
 #include "test_emu_traffic.h"
 #endif
@@ -86,7 +87,9 @@ int main(int argc, char** argv)
     op_table(accumulate_tests, filter, bench, memory_gbps, &totals);
     op_table(global_norm_tests, filter, bench, memory_gbps, &totals);
     op_table(step_tests, filter, bench, memory_gbps, &totals);
+    op_table(values_tests, filter, bench, memory_gbps, &totals);
     op_table(optimizer_tests, filter, bench, memory_gbps, &totals);
+    op_table(storage_tests, filter, bench, memory_gbps, &totals);
     op_table(muon_tests, filter, bench, memory_gbps, &totals);
     matmul_free();
     if (bench) return 0;
