@@ -20,7 +20,7 @@ endif
 
 CXX  ?= g++
 NVCC ?= nvcc
-LIBS := -lcjson -lpcre2-8
+LIBS := -lcjson -lpcre2-8 -ldl
 WARN := -Wall -Wextra -Wno-unused-function -Wno-unused-parameter -Wno-unknown-pragmas
 
 # ---- MPI and NCCL -----------------------------------------------------------------------------------------------

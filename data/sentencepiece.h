@@ -1,25 +1,28 @@
 /* sentencepiece.h: BPE over characters with bytes to fall back on, as Llama-2's and Mistral's tokenizer.json have it;
  * part of tokenizer.h.
  *   spaces   every space becomes U+2581, and one is put before the text: by the normalizer before each piece between
- *            two added tokens, or by the pre_tokenizer Metaspace ("first": before the text alone; "always": before a
- *            piece that does not begin with one); Metaspace may also cut before each U+2581
+ *            two added tokens that are not "normalized" (the others are looked for after that, so "<s>" as " <s>"), or
+ *            by the pre_tokenizer Metaspace ("first": before the text alone; "always": before a piece that does not
+ *            begin with one); Metaspace may also cut before each U+2581
  *   symbols  a character of the vocabulary; else its bytes, spelled <0xE2>; without those the unknown token, several in
  *            a row being one with "fuse_unk"
  *   merges   as in byte-level BPE, but over the whole text
  *   decode   U+2581 is a space, <0xE2> a byte; one leading space is dropped where "decoder" says so
- * Not handled, and refused by name: other normalizers and pre_tokenizers, "normalized" added tokens. */
+ * Not handled, and refused by name: other normalizers and pre_tokenizers. */
 #pragma once
 #include <cctype>
+#include <cstring>
 #include "json.h"
 
 #define SPACE_MARK "\xE2\x96\x81"
 
-enum class SpaceBefore { NEVER, FIRST, ALWAYS, PIECE };      // PIECE: whatever the piece begins with
+enum class SpaceBefore { NEVER, FIRST, ALWAYS };
 
 typedef struct {
     bool on;                     // this tokenizer is of that kind
-    SpaceBefore space_before;
-    bool replaces, splits;       // spaces by U+2581; before each of them
+    bool prepends, replaces;     // the normalizer: U+2581 before a piece, and for its spaces
+    bool metaspace, splits;      // the pre_tokenizer, and it cuts before each U+2581
+    SpaceBefore space_before;    // by it
     bool drops_space;            // the first, in decoding
     int unk_id;                  // -1: none
     bool fuse_unk;
@@ -41,7 +44,7 @@ static inline void sentencepiece_read_normalizer(SentencePiece* s, const cJSON* 
         return;
     }
     if (strcmp(type, "Prepend") == 0 && sentencepiece_is_string(item, "prepend", SPACE_MARK)) {
-        s->space_before = SpaceBefore::PIECE;
+        s->prepends = true;
         return;
     }
     bool replaces = strcmp(type, "Replace") == 0 && sentencepiece_is_string(item, "content", SPACE_MARK) &&
@@ -59,9 +62,8 @@ static inline void sentencepiece_read_metaspace(SentencePiece* s, const cJSON* i
     const char* scheme = json_string_or(item, "prepend_scheme", "always", path);
     bool first = strcmp(scheme, "first") == 0, never = strcmp(scheme, "never") == 0;
     ENSURE(first || never || strcmp(scheme, "always") == 0, "%s: the prepend_scheme \"%s\" is not known", path, scheme);
-    ENSURE(s->space_before == SpaceBefore::NEVER, "%s: a normalizer and Metaspace both put a space before", path);
     s->space_before = first ? SpaceBefore::FIRST : never ? SpaceBefore::NEVER : SpaceBefore::ALWAYS;
-    s->replaces = true;
+    s->metaspace = true;
     s->splits = json_bool_or(item, "split", true, path);
 }
 
@@ -92,6 +94,28 @@ static inline void sentencepiece_read(SentencePiece* s, const cJSON* root, const
         sentencepiece_read_metaspace(s, json_object(root, "pre_tokenizer", path), path);
     s->drops_space = sentencepiece_drops_space(json_get(root, "decoder"));
     s->fuse_unk = json_bool_or(model, "fuse_unk", false, path);
+}
+
+/* A copy with U+2581 before it, for its spaces, or both; to be freed. */
+static inline char* sentencepiece_mark(const char* text, size_t length, bool puts, bool replaces, size_t* out_length)
+{
+    char* out = (char*)malloc_checked(3 * (length + 1) + 1);
+    size_t n = puts ? (size_t)sprintf(out, SPACE_MARK) : 0;
+    for (size_t i = 0; i < length; i++) {
+        bool space = replaces && text[i] == ' ';
+        memcpy(out + n, space ? SPACE_MARK : text + i, space ? 3 : 1);
+        n += space ? 3 : 1;
+    }
+    out[n] = 0;
+    *out_length = n;
+    return out;
+}
+
+/* What the normalizer makes of a piece; null: it leaves it. */
+static inline char* sentencepiece_normalize(const SentencePiece* s, const char* text, size_t length, size_t* out_length)
+{
+    if (length == 0 || (!s->prepends && !s->replaces)) return nullptr;
+    return sentencepiece_mark(text, length, s->prepends, s->replaces, out_length);
 }
 
 /* The byte that a spelling like <0xE2> stands for, or -1. */

@@ -10,8 +10,10 @@
  *   k->vocab_size                                  largest id + 1
  *   tokenizer_close(k)
  *
- * Byte-level BPE (GPT-2, Llama-3, and what data/prepare.py trains) goes through four steps:
- *   added    the text is cut at added tokens, the longest first: those not "normalized", then the others
+ * Byte-level BPE (GPT-2, Llama-3, Qwen2, and what data/prepare.py trains) goes through five steps:
+ *   added    the text is cut at added tokens that are not "normalized", the longest first
+ *   form     the pieces are brought to Unicode's form NFC where "normalizer" asks for it; then they are cut at the
+ *            added tokens that are "normalized", in that form themselves
  *   split    the pieces are cut by "pre_tokenizer": Split with a Regex, ByteLevel (GPT-2's pattern, or none), or a
  *            Sequence of them that ends with ByteLevel; "add_prefix_space" puts a space before a piece without one
  *   bytes    each byte of a piece is one symbol; the file spells it as a printable character: itself, or U+0100 + n for
@@ -27,6 +29,7 @@
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
 #include "json.h"
+#include "normalize.h"
 #include "sentencepiece.h"
 
 #define TOKENIZER_MAX_STEPS 8
@@ -52,6 +55,7 @@ typedef struct {
 typedef struct {
     int id;
     bool normalized;
+    char* pattern;               // what is looked for: the spelling, normalized where that is asked for
     size_t length;
 } AddedToken;
 
@@ -75,6 +79,7 @@ typedef struct {
     bool added_starts[256];      // bytes that some added token begins with
     SplitStep steps[TOKENIZER_MAX_STEPS];
     int num_steps;
+    bool nfc;                    // the normalizer
     bool ignore_merges;
     SentencePiece pieces;
     int prefix[8], num_prefix;   // ids that the post_processor puts before a text, such as the beginning of a text
@@ -84,7 +89,6 @@ typedef struct {
 typedef struct {
     int* ids;
     size_t count, room;
-    const char* text;            // that they are of, from its beginning
 } TokenIds;
 
 /* ---------------------------------------------------------------- maps */
@@ -164,23 +168,24 @@ static inline size_t tokenizer_spell_byte(const Tokenizer* k, unsigned char byte
 }
 
 /* What a spelling stands for. One with a character that spells no byte, as in an added token, stands for itself. */
-static inline void tokenizer_unspell(const Tokenizer* k, Token* token)
+static inline void tokenizer_unspell(const Tokenizer* k, Token* token, const char* spelling)
 {
-    size_t length = strlen(token->spelling);
+    size_t length = strlen(spelling);
+    free(token->bytes);
     token->bytes = (char*)malloc_checked(length + 1);
     token->length = 0;
     if (k->pieces.on) {
-        token->length = sentencepiece_unspell(token->spelling, token->bytes);
+        token->length = sentencepiece_unspell(spelling, token->bytes);
         token->bytes[token->length] = 0;
         return;
     }
-    const unsigned char* s = (const unsigned char*)token->spelling;
+    const unsigned char* s = (const unsigned char*)spelling;
     for (size_t i = 0; i < length;) {
         bool one = s[i] < 0x80, two = (s[i] & 0xE0) == 0xC0;
         int c = one ? s[i] : two ? (s[i] & 0x1F) << 6 | (s[i + 1] & 0x3F) : TOKENIZER_BYTE_CHARS;
         int byte = c < TOKENIZER_BYTE_CHARS ? k->char_bytes[c] : -1;
         if (byte < 0) {
-            memcpy(token->bytes, token->spelling, length + 1);
+            memcpy(token->bytes, spelling, length + 1);
             token->length = length;
             return;
         }
@@ -204,11 +209,27 @@ static inline void tokenizer_refuse_other_kinds(const cJSON* root, const cJSON* 
     for (const char* affix : affixes) {
         ENSURE(json_string_or(model, affix, "", path)[0] == 0, "%s: has a \"%s\"; %s", path, affix, advice);
     }
-    if (!json_has(root, "normalizer") || json_bool_or(model, "byte_fallback", false, path)) return;
-    const cJSON* normalizer = json_object(root, "normalizer", path);
-    const cJSON* members = json_get(normalizer, "normalizers");
-    ENSURE(cJSON_IsArray(members) && members->child == nullptr, "%s: has the normalizer \"%s\"; only tokenizers that "
-           "leave the text as it is are supported: %s", path, json_string(normalizer, "type", path), advice);
+}
+
+/* NFC, or a Sequence of it, or of nothing. */
+static inline void tokenizer_read_normalizer(Tokenizer* k, const cJSON* normalizer)
+{
+    const char* type = json_string(normalizer, "type", k->path);
+    const cJSON* member;
+    if (strcmp(type, "Sequence") == 0) {
+        cJSON_ArrayForEach(member, json_array(normalizer, "normalizers", k->path)) tokenizer_read_normalizer(k, member);
+        return;
+    }
+    ENSURE(strcmp(type, "NFC") == 0, "%s: has the normalizer \"%s\"; only NFC is supported: use a byte-level BPE "
+           "tokenizer, or train one with data/prepare.py", k->path, type);
+    k->nfc = true;
+}
+
+/* What the normalizer makes of a piece, to be freed; null: the piece itself. */
+static inline char* tokenizer_normalize(const Tokenizer* k, const char* text, size_t length, size_t* out_length)
+{
+    if (k->pieces.on) return sentencepiece_normalize(&k->pieces, text, length, out_length);
+    return k->nfc ? normalize_nfc(text, length, out_length, k->path) : nullptr;
 }
 
 static inline void tokenizer_set_token(Tokenizer* k, int id, const char* spelling)
@@ -221,7 +242,7 @@ static inline void tokenizer_set_token(Tokenizer* k, int id, const char* spellin
     }
     token->spelling = strdup(spelling);
     ENSURE(token->spelling != nullptr, "out of host memory for a vocabulary");
-    tokenizer_unspell(k, token);
+    tokenizer_unspell(k, token, spelling);
 }
 
 static inline void tokenizer_read_vocab(Tokenizer* k, const cJSON* vocab, const cJSON* added)
@@ -278,10 +299,12 @@ static inline void tokenizer_read_added(Tokenizer* k, const cJSON* added)
         token->id = (int)json_int(item, "id", 0, TOKENIZER_MAX_VOCAB, k->path);
         token->normalized = json_bool_or(item, "normalized", !json_bool_or(item, "special", false, k->path), k->path);
         token->length = strlen(content);
-        ENSURE(!k->pieces.on || !token->normalized, "%s: the added token \"%s\" is \"normalized\", which is not "
-               "supported with byte_fallback; set it to false", k->path, content);
+        token->pattern = token->normalized ? tokenizer_normalize(k, content, token->length, &token->length) : nullptr;
+        if (token->pattern == nullptr) token->pattern = strdup(content);
+        ENSURE(token->pattern != nullptr, "out of host memory for an added token");
         tokenizer_set_token(k, token->id, content);
-        k->added_starts[(unsigned char)content[0]] = true;
+        tokenizer_unspell(k, &k->tokens[token->id], token->pattern);   // as the library has it
+        k->added_starts[(unsigned char)token->pattern[0]] = true;
     }
     qsort(k->added, k->num_added, sizeof *k->added, tokenizer_added_compare);
 }
@@ -426,6 +449,8 @@ static inline Tokenizer* tokenizer_open(const char* path)
     k->path = strdup(file);
     tokenizer_init_bytes(k);
     sentencepiece_read(&k->pieces, root, model, file);
+    if (json_has(root, "normalizer") && !k->pieces.on)
+        tokenizer_read_normalizer(k, json_object(root, "normalizer", file));
     cJSON* none = cJSON_CreateArray();
     const cJSON* added = json_has(root, "added_tokens") ? json_array(root, "added_tokens", file) : none;
     tokenizer_read_vocab(k, json_object(model, "vocab", file), added);
@@ -449,6 +474,7 @@ static inline void tokenizer_close(Tokenizer* k)
         free(k->tokens[i].spelling);
         free(k->tokens[i].bytes);
     }
+    for (size_t i = 0; i < k->num_added; i++) free(k->added[i].pattern);
     for (int i = 0; i < k->num_steps; i++) pcre2_code_free(k->steps[i].code);
     pcre2_match_data_free(k->match);
     free(k->tokens);
@@ -647,23 +673,19 @@ static inline void tokenizer_split(const Tokenizer* k, int step_idx, const char*
     free(with_space);
 }
 
-/* A piece between added tokens, the first of the text or not: its spaces marked, and one put before it. */
+/* A piece between added tokens, the first of the text or not, as Metaspace has it. */
 static inline void tokenizer_pieces(const Tokenizer* k, const char* text, size_t length, bool first, TokenIds* out)
 {
     const SentencePiece* s = &k->pieces;
     if (length == 0) return;
-    char* marked = (char*)malloc_checked(3 * (length + 1));
-    size_t n = 0;
-    bool begins_with_mark = (s->replaces && text[0] == ' ') || (length >= 3 && memcmp(text, SPACE_MARK, 3) == 0);
-    bool may_put = s->space_before == SpaceBefore::ALWAYS || (s->space_before == SpaceBefore::FIRST && first);
-    bool puts = s->space_before == SpaceBefore::PIECE || (may_put && !begins_with_mark);
-    if (puts) n += (size_t)sprintf(marked, SPACE_MARK);
-    for (size_t i = 0; i < length; i++) {
-        bool space = s->replaces && text[i] == ' ';
-        memcpy(marked + n, space ? SPACE_MARK : text + i, space ? 3 : 1);
-        n += space ? 3 : 1;
+    if (!s->metaspace) {
+        tokenizer_word(k, text, length, out);
+        return;
     }
-    size_t done = 0;
+    bool begins_with_mark = text[0] == ' ' || (length >= 3 && memcmp(text, SPACE_MARK, 3) == 0);
+    bool may_put = s->space_before == SpaceBefore::ALWAYS || (s->space_before == SpaceBefore::FIRST && first);
+    size_t n, done = 0;
+    char* marked = sentencepiece_mark(text, length, may_put && !begins_with_mark, true, &n);
     for (size_t i = 1; s->splits && i + 3 <= n; i++) {
         if (memcmp(marked + i, SPACE_MARK, 3) != 0) continue;
         tokenizer_word(k, marked + done, i - done, out);
@@ -673,38 +695,44 @@ static inline void tokenizer_pieces(const Tokenizer* k, const char* text, size_t
     free(marked);
 }
 
-/* Pass 0 cuts at the added tokens that are not "normalized", pass 1 at the others, pass 2 is what lies between. */
-static inline void tokenizer_cut_at_added(const Tokenizer* k, int pass, const char* text, size_t length, TokenIds* out)
+/* Pass 0 cuts at the added tokens that are not "normalized", pass 1 normalizes and cuts at the others, pass 2 is what
+ * lies between. */
+static inline void tokenizer_cut_at_added(const Tokenizer* k, int pass, const char* text, size_t length, bool first,
+                                          TokenIds* out)
 {
+    if (length == 0) return;
     if (pass == 2) {
-        if (k->pieces.on) tokenizer_pieces(k, text, length, text == out->text, out);
+        if (k->pieces.on) tokenizer_pieces(k, text, length, first, out);
         else tokenizer_split(k, 0, text, length, out);
         return;
     }
     size_t done = 0;
+    char* normalized = pass == 1 ? tokenizer_normalize(k, text, length, &length) : nullptr;
+    if (normalized != nullptr) text = normalized;
     for (size_t i = 0; i < length;) {
         const AddedToken* found = nullptr;
         for (size_t a = 0; k->added_starts[(unsigned char)text[i]] && a < k->num_added && found == nullptr; a++) {
             const AddedToken* token = &k->added[a];      // the longest come first
             if (token->normalized == (pass == 1) && token->length <= length - i &&
-                memcmp(text + i, k->tokens[token->id].spelling, token->length) == 0) found = token;
+                memcmp(text + i, token->pattern, token->length) == 0) found = token;
         }
         if (found == nullptr) {
             i++;
             continue;
         }
-        tokenizer_cut_at_added(k, pass + 1, text + done, i - done, out);
+        tokenizer_cut_at_added(k, pass + 1, text + done, i - done, first && done == 0, out);
         tokenizer_push(out, found->id);
         i += found->length;
         done = i;
     }
-    tokenizer_cut_at_added(k, pass + 1, text + done, length - done, out);
+    tokenizer_cut_at_added(k, pass + 1, text + done, length - done, first && done == 0, out);
+    free(normalized);
 }
 
 static inline int* tokenizer_encode(const Tokenizer* k, const char* text, size_t length, size_t* count)
 {
-    TokenIds out = {(int*)malloc_checked((length / 3 + 16) * sizeof(int)), 0, length / 3 + 16, text};
-    tokenizer_cut_at_added(k, 0, text, length, &out);
+    TokenIds out = {(int*)malloc_checked((length / 3 + 16) * sizeof(int)), 0, length / 3 + 16};
+    tokenizer_cut_at_added(k, 0, text, length, true, &out);
     *count = out.count;
     return out.ids;
 }

@@ -7,6 +7,8 @@
 families.json              configs, seeds and sizes: what is needed to make the same weights and tokens again
 families_NAME.safetensors  of one batch: logits (B,T,V), losses (B,T), and grad.TENSOR of the mean loss
 families_text.json         greedy continuations of a few prompts, as token ids
+families_bf16.safetensors  weights rounded to bf16: NAME.truth, logits in fp64 as above, and NAME.plain, those of
+                           transformers in bf16. far.*: one block of rotary attention at positions 3, 257 and 2047
 Weights are init.random_weights(), tokens init.tokens(). Computed in fp64 where transformers lets us (its RMSNorm and
 its rotary table are always fp32), rounded to fp32.
 """
@@ -49,6 +51,9 @@ CONFIGS = {
     "qwen2": llama("qwen2", "Qwen2ForCausalLM", num_attention_heads=4, num_key_value_heads=2, hidden_size=32,
                    rope_theta=1000000.0, rms_norm_eps=1e-6, tie_word_embeddings=True, use_sliding_window=False),
 }
+FAR = llama("llama", "LlamaForCausalLM", hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=2048)
+FAR_POSITIONS = [3, 257, 2047]
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [60], [11, 22, 33], [5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5], [40, 3]]
 
 
@@ -56,10 +61,12 @@ def shapes(config):
     return init.gpt2_shapes(config) if config["model_type"] == "gpt2" else init.llama_shapes(config)
 
 
-def build(config):
+def build(config, rounded=False):
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**config), attn_implementation="eager", dtype=torch.float32)
     weights = {name: torch.from_numpy(a) for name, a in init.random_weights(shapes(config), SEED, STD).items()}
+    if rounded:
+        weights = {name: a.bfloat16().float() for name, a in weights.items()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     model.tie_weights()
@@ -78,6 +85,13 @@ def one_batch(model, config):
 
 
 @torch.no_grad()
+def logits_bf16(config, tokens, rows=slice(None)):
+    """(truth, plain) of tokens (B,T): the rule is that we are at most twice as far from the truth as plain code is."""
+    truth, plain = build(config, rounded=True), build(config, rounded=True).bfloat16()
+    return [model(tokens).logits[:, rows].float().contiguous().numpy() for model in (truth, plain)]
+
+
+@torch.no_grad()
 def continue_greedily(model, prompt, num_tokens):
     ids = list(prompt)
     for _ in range(num_tokens):
@@ -92,7 +106,15 @@ if __name__ == "__main__":
         save_file(one_batch(model, config), GOLDEN / f"families_{name}.safetensors")
         texts[name] = [continue_greedily(model, prompt, 64) for prompt in PROMPTS]
         print(name, len(set(texts[name][0])), "different tokens in the first continuation")
+    bf16 = {}
+    for name, config in [*CONFIGS.items(), ("far", FAR)]:
+        tokens = torch.from_numpy(init.tokens(2048 if name == "far" else B * T + 1, config["vocab_size"], SEED))
+        batch = tokens[None] if name == "far" else tokens[:-1].view(B, T)
+        bf16[name + ".truth"], bf16[name + ".plain"] = logits_bf16(config, batch,
+                                                                   FAR_POSITIONS if name == "far" else slice(None))
+    save_file(bf16, GOLDEN / "families_bf16.safetensors")
     about = {"made_by": "dev/golden_llama.py", "torch": torch.__version__, "transformers": transformers.__version__,
-             "B": B, "T": T, "seed": SEED, "std": STD, "configs": CONFIGS}
+             "B": B, "T": T, "seed": SEED, "std": STD, "configs": CONFIGS,
+             "far": FAR, "far_positions": FAR_POSITIONS}
     (GOLDEN / "families.json").write_text(json.dumps(about, indent=1) + "\n")
     (GOLDEN / "families_text.json").write_text(json.dumps({"prompts": PROMPTS, "texts": texts}) + "\n")

@@ -14,13 +14,13 @@
  * cost    2*N*IC*OC flops each, judged against the FMA (CPU) or tensor core (GPU) peak
  * fused   GPU: bias, tanh GELU and its slope, and the column sums of dbias are epilogues of cuBLASLt where its
  *         heuristic has them for a shape; where not, which is said once for each kind, they are passes of their own
- * source  CPU: cpu/gemm.h. GPU: cuBLASLt. It is column-major: it sees each of our row-major matrices transposed, so a
- *         product is asked for as D^T = B^T * A^T, and a row-major (rows, cols) matrix is given to it as (cols, rows)
- *         with leading dimension cols. */
+ * source  CPU: cpu/gemm.h, for a few rows cpu/gemv.h. GPU: cuBLASLt. It is column-major: it sees each of our row-major
+ *         matrices transposed, so a product is asked for as D^T = B^T * A^T, and a row-major (rows, cols) matrix goes
+ *         to it as (cols, rows) with leading dimension cols. */
 #pragma once
 #include "gelu.cuh"
 #ifdef DEVICE_CPU
-#include "cpu/gemm.h"
+#include "cpu/gemv.h"
 #else
 #include <cublasLt.h>
 #endif
@@ -44,6 +44,7 @@ static GemmOperand matmul_weight_cpu(const floatX* weight, int IC, int OC, Layou
 static void matmul_forward_cpu(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias, int N, int IC,
                                int OC, Layout layout)
 {
+    if (gemv(out, inp, weight, bias, N, OC, IC, layout == Layout::OUT_IN)) return;
     gemm(out, OC, {inp, (size_t)IC, false}, matmul_weight_cpu(weight, IC, OC, layout), N, OC, IC, bias, false);
 }
 
@@ -448,6 +449,30 @@ template<Layout layout> static void matmul_forward_test(OpRun* run)
     op_check(run, out);
 }
 
+/* dims: N, IC, OC, 1 with a bias. A few rows, as generation has them: on the CPU the bits of the large product. */
+template<Layout layout> static void matmul_few_rows_test(OpRun* run)
+{
+    const int N = run->dims[0], IC = run->dims[1], OC = run->dims[2];
+    const bool has_bias = run->dims[3] != 0;
+    OpTensor<floatX> inp = op_input<floatX>(run, "inp", (size_t)N * IC, 0.0, 1.0);
+    OpTensor<floatX> weight = op_input<floatX>(run, "weight", (size_t)OC * IC, 0.0, 1.0 / sqrt(IC));
+    OpTensor<floatX> bias = op_input<floatX>(run, "bias", OC, 0.0, 1.0);
+    OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)N * OC);
+    OP_RUN(run, (double)IC * OC * sizeof(floatX), 2.0 * N * IC * OC,
+           matmul_forward(out.dev, inp.dev, weight.dev, has_bias ? bias.dev : nullptr, N, IC, OC, layout, 0));
+    matmul_forward_ref(out.f64, inp.f64, weight.f64, has_bias ? bias.f64 : nullptr, N, IC, OC, layout);
+    matmul_forward_ref(out.f32, inp.f32, weight.f32, has_bias ? bias.f32 : nullptr, N, IC, OC, layout);
+    op_check(run, out);
+#ifdef DEVICE_CPU
+    floatX* large = op_scratch<floatX>(run, (size_t)N * OC);
+    gemm(large, OC, {inp.dev, (size_t)IC, false}, matmul_weight_cpu(weight.dev, IC, OC, layout), N, OC, IC,
+         has_bias ? bias.dev : nullptr, false);
+    size_t num_other = 0;
+    for (size_t i = 0; i < out.n; i++) num_other += memcmp(&out.dev[i], &large[i], sizeof large[i]) != 0;
+    op_verdict(run, "elements with other bits than gemm's", (double)num_other, 0);
+#endif
+}
+
 /* dims: N, IC, OC, 1 to accumulate */
 template<Layout layout> static void matmul_backward_input_test(OpRun* run)
 {
@@ -551,7 +576,18 @@ template<Layout layout, Gelu kind> static void matmul_backward_input_gelu_test(O
     MATMUL_TEST(name, IN_OUT, BENCH, 256, 768, 3072, 1), MATMUL_TEST(name, IN_OUT, BENCH, 1024, 768, 3072, 1), \
     MATMUL_TEST(name, OUT_IN, BENCH, 256, 768, 50304), MATMUL_TEST(name, IN_OUT, BENCH, 4096, 384, 1536, 1)
 
+#define MATMUL_ROWS_TESTS(layout) \
+    MATMUL_TEST(matmul_few_rows, layout, ALWAYS, 1, 70, 300, 1), \
+    MATMUL_TEST(matmul_few_rows, layout, ALWAYS, 2, 257, 33), MATMUL_TEST(matmul_few_rows, layout, ALWAYS, 4, 16, 5), \
+    MATMUL_TEST(matmul_few_rows, layout, ALWAYS, 8, 131, 64, 1), \
+    MATMUL_TEST(matmul_few_rows, layout, LARGE, 1, 768, 2304, 1), \
+    MATMUL_TEST(matmul_few_rows, layout, LARGE, 4, 3072, 770, 1), \
+    MATMUL_TEST(matmul_few_rows, layout, BENCH, 1, 2048, 5632), \
+    MATMUL_TEST(matmul_few_rows, layout, BENCH, 4, 2048, 5632), \
+    MATMUL_TEST(matmul_few_rows, layout, BENCH, 8, 2048, 5632)
+
 static const OpTest matmul_tests[] = {
+    MATMUL_ROWS_TESTS(OUT_IN), MATMUL_ROWS_TESTS(IN_OUT),
     MATMUL_TESTS(matmul_forward), MATMUL_TESTS(matmul_backward_input), MATMUL_TESTS(matmul_backward_weight),
     MATMUL_GELU_TESTS(matmul_forward_gelu), MATMUL_GELU_TESTS(matmul_backward_input_gelu),
 };

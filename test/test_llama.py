@@ -4,14 +4,15 @@ Losses and logits agree to 2e-5 relative, and each tensor's gradient g to 2e-5 |
 transformers itself is installed, folders go both ways.
 """
 import json
+import re
 import subprocess
 import time
 
 import init
 import numpy as np
 import pytest
-from util import (ROOT, built_devices, command, environment, llama_config, model_write, moments, safetensors_read,
-                  shard_write, train_gpt, weights)
+from util import (ROOT, built_devices, command, environment, gpt2_config, llama_config, model_write, moments,
+                  safetensors_read, shard_write, train_gpt, weights)
 
 GOLDEN = ROOT / "test" / "golden"
 ABOUT = json.loads((GOLDEN / "families.json").read_text())
@@ -92,6 +93,25 @@ def test_setting_counts(tmp_path, change):
     assert (losses[0] == losses[1]) == ("hidden_act" in change)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ranks,stage,micro_batch", [(1, 0, 2), (1, 0, 3), (3, 2, 1), (2, 3, 1)])
+def test_eval(tmp_path, device, name, ranks, stage, micro_batch):
+    """Loss and perplexity per token, and per word and byte where the shard says how many there are."""
+    losses = safetensors_read(GOLDEN / f"families_{name}.safetensors")["losses"].astype(np.float64)
+    data, tokens = golden_data(tmp_path / "data", 61), B * T + 1
+    shard = bytearray((data / "train_000000.bin").read_bytes())
+    shard[20:36] = (200).to_bytes(8, "little") + (37).to_bytes(8, "little")           # bytes and words of its text
+    (data / "val_000000.bin").write_bytes(shard)
+    run = train_gpt("-m", golden_model(tmp_path / "model", name), "-d", data, "--eval", "-t", T, "-b", micro_batch,
+                    "-z", stage, ranks=ranks, device=device)
+    said = re.search(r"val \| loss (\S+) \| perplexity (\S+) per token, (\d+) tokens \| (\S+) bits per byte"
+                     r" \| perplexity (\S+) per word", run.out)
+    loss = losses.mean()
+    assert int(said[3]) == B * T
+    assert [float(said[k]) for k in (1, 2, 4, 5)] == pytest.approx(
+        [loss, np.exp(loss), loss / np.log(2) * tokens / 200, np.exp(loss * tokens / 37)], rel=1e-4)
+
+
 PARAMETERS = {"gpt2": 124.44, "llama-60m": 58.07, "llama-1b": 1100.05, "llama2-7b": 6738.42, "llama3-8b": 8030.26,
               "qwen2.5-0.5b": 494.03, "qwen2.5-1.5b": 1543.71}
 
@@ -103,10 +123,12 @@ def test_presets(preset):
     assert f"| {PARAMETERS[preset]:.2f}M parameters" in run.out
 
 
-@pytest.mark.parametrize("ranks,stage", [(1, 0), (4, 2)])
-def test_overfit(tmp_path, ranks, stage):
-    """One batch of 4 x 64 tokens learnt by heart, grouped keys and values."""
+@pytest.mark.parametrize("ranks,stage,family", [(1, 0, "llama"), (4, 2, "llama"), (1, 0, "gpt2"), (2, 1, "gpt2")])
+def test_overfit(tmp_path, ranks, stage, family):
+    """One batch of 4 x 64 tokens learnt by heart, in LLaMA with grouped keys and values."""
     config = llama_config(97, 64, 64, L=2, NH=4, F=128, num_key_value_heads=1, tie_word_embeddings=False)
+    if family == "gpt2":
+        config = gpt2_config(97, 64, 64, L=2, NH=4)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     shard_write(tmp_path / "data" / "train_000000.bin", init.tokens(4 * 64 + 1, 97, 1), 97)
@@ -117,9 +139,11 @@ def test_overfit(tmp_path, ranks, stage):
 
 
 @pytest.mark.parametrize("device", [d for d in built_devices() if d != "cpu"] or ["cpu"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_overfit_16_bit(tmp_path, device, precision):
+@pytest.mark.parametrize("precision,family", [("bf16", "llama"), ("fp16", "llama"), ("bf16", "gpt2")])
+def test_overfit_16_bit(tmp_path, device, precision, family):
     config = llama_config(61, 32, 16, L=1, NH=2, F=48, num_key_value_heads=1)
+    if family == "gpt2":
+        config = gpt2_config(61, 32, 16, L=1, NH=2)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     shard_write(tmp_path / "data" / "train_000000.bin", init.tokens(2 * 16 + 1, 61, 1), 61)
@@ -181,15 +205,56 @@ def test_greedy(tmp_path, device, name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("cache", [[], ["--no-kv-cache"]])
 def test_logits(tmp_path, device, name, cache):
-    """After every tenth token of the golden batch."""
+    """After every token of the golden batch; after every eighth where the emulator would take long."""
     golden = safetensors_read(GOLDEN / f"families_{name}.safetensors")["logits"].astype(np.float64)
-    tokens = [int(t) for t in init.tokens(B * T + 1, 61, ABOUT["seed"])]
-    places = [(b, t) for b in range(B) for t in range(0, T, 10)]
-    requests = [{"ids": tokens[b * T:b * T + t + 1], "max_tokens": 0, "logits": True} for b, t in places]
-    lines = continue_prompts(golden_model(tmp_path / "model", name), tmp_path, requests, *cache, device=device)
-    for (b, t), line in zip(places, lines):
-        off = np.linalg.norm(np.array(line["logits"]) - golden[b, t])
+    places = [(b, t) for b in range(B) for t in range(0, T, 8 if device == "emu" and cache else 1)]
+    ours = logits_at(golden_model(tmp_path / "model", name), tmp_path, places, *cache, "-b", 64, device=device)
+    for (b, t), logits in zip(places, ours):
+        off = np.linalg.norm(logits - golden[b, t])
         assert off <= 2e-5 * np.linalg.norm(golden[b, t]), (b, t)
+
+
+def logits_at(model, folder, places, *args, tokens=None, **kw):
+    """After place t of row b of the golden batch, or of other rows of tokens."""
+    rows = init.tokens(B * T + 1, 61, ABOUT["seed"])[:-1].reshape(B, T) if tokens is None else tokens
+    requests = [{"ids": [int(id) for id in rows[b][:t + 1]], "max_tokens": 0, "logits": True} for b, t in places]
+    return [np.array(line["logits"]) for line in continue_prompts(model, folder, requests, *args, **kw)]
+
+
+def assert_as_good(ours, name):
+    """The rule for 16 bits: at most twice as far from the truth as transformers in bf16 is, and a rounding step; the
+    largest difference, and the root of the mean square."""
+    golden = safetensors_read(GOLDEN / "families_bf16.safetensors")
+    truth, plain = (golden[f"{name}.{kind}"].reshape(-1, 61).astype(np.float64) for kind in ("truth", "plain"))
+    for size in (lambda x: abs(x).max(), lambda x: np.sqrt((x**2).mean())):
+        assert size(ours - truth) <= 2 * size(plain - truth) + 2.0**-8 * size(truth)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_in_bf16(tmp_path, device, name):
+    """The model as a whole, its weights rounded to bf16."""
+    places = [(b, t) for b in range(B) for t in range(T)]
+    model = golden_model(tmp_path / "model", name)
+    assert_as_good(np.array(logits_at(model, tmp_path, places, "-p", "bf16", "-b", 64, device=device)), name)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_far_positions(tmp_path, device, precision):
+    """Rotary embedding at positions that bf16 does not have: 257 and 2047 would be 256 and 2048."""
+    config, positions = ABOUT["far"], ABOUT["far_positions"]
+    weights = init.random_weights(init.llama_shapes(config), ABOUT["seed"], ABOUT["std"])
+    for name, tensor in weights.items():
+        bits = tensor.view(np.uint32)
+        weights[name] = ((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000).view(np.float32)
+    model = model_write(tmp_path / "model", config, weights)
+    tokens = init.tokens(2048, 61, ABOUT["seed"])[None]
+    places = [(0, t) for t in positions if t < 2047 or device != "emu"]
+    ours = np.array(logits_at(model, tmp_path, places, "-p", precision, "-t", 2048, tokens=tokens, device=device))
+    golden = safetensors_read(GOLDEN / "families_bf16.safetensors")
+    truth, plain = (golden[f"far.{kind}"][0, :len(places)].astype(np.float64) for kind in ("truth", "plain"))
+    off, allowed = (np.linalg.norm(x - truth, axis=1) for x in (ours, plain))
+    size = np.linalg.norm(truth, axis=1)
+    assert np.all(off <= (2e-5 * size if precision == "fp32" else 2 * allowed + 2.0**-8 * size)), (off, allowed, size)
 
 
 @pytest.mark.parametrize("stage,ranks", [(2, 2), (3, 2), (3, 3)])
@@ -198,6 +263,16 @@ def test_greedy_at_any_stage(tmp_path, stage, ranks):
     requests = [{"ids": prompt} for prompt in TEXT["prompts"]]
     lines = continue_prompts(model, tmp_path, requests, "-b", 3, "-z", stage, ranks=ranks)
     assert texts(lines) == TEXT["texts"]["gqa"]
+
+
+@pytest.mark.parametrize("stage,ranks", [(0, 1), (1, 2), (2, 3), (3, 2)])
+def test_greedy_from_a_checkpoint(tmp_path, stage, ranks):
+    """Of any stage and number of ranks; a step at learning rate 0 changes no weight."""
+    model, data = golden_model(tmp_path / "model", "qwen2"), golden_data(tmp_path / "data", 61, 2)
+    run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", 1, "-t", T, "-n", 1, "-l", 0, *QUIET, ranks=ranks,
+                    out=tmp_path / "run")
+    requests = [{"ids": prompt} for prompt in TEXT["prompts"]]
+    assert texts(continue_prompts(run.checkpoint(1), tmp_path, requests, "-b", 5)) == TEXT["texts"]["qwen2"]
 
 
 def test_sampling(tmp_path):

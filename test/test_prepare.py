@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FULL = os.environ.get("TRAIN_GPT_FULL") == "1"
 PREPARE = os.path.join(ROOT, "data", "prepare.py")
 
 tokenizers = pytest.importorskip("tokenizers")
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
+from tokenizers import (AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers,  # noqa: E402
+                        trainers)
 
 spec = importlib.util.spec_from_file_location("prepare", PREPARE)
 prepare = importlib.util.module_from_spec(spec)
@@ -257,19 +259,22 @@ def test_permutation(test_data):
 
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
           r"|\s+(?!\S)|\s+")
+QWEN2 = LLAMA3.replace("{1,3}", "")
 WITHOUT_REGEX = {"add_prefix_space": False, "use_regex": False}
 KINDS = {
     "gpt2": (pre_tokenizers.ByteLevel(add_prefix_space=False), {}),
     "prefix_space": (pre_tokenizers.ByteLevel(add_prefix_space=True), {}),
     "llama3": (pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
                                         pre_tokenizers.ByteLevel(**WITHOUT_REGEX)]), {"ignore_merges": True}),
+    "qwen2": (pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2), "isolated"),
+                                       pre_tokenizers.ByteLevel(**WITHOUT_REGEX)]), {}),
     "removed": (pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "removed", invert=True),
                                          pre_tokenizers.ByteLevel(**WITHOUT_REGEX)]), {}),
     "both": (pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
                                       pre_tokenizers.ByteLevel(add_prefix_space=True)]), {}),
     "no_regex": (pre_tokenizers.ByteLevel(**WITHOUT_REGEX), {}),
 }
-ADDED = ["  ", "   ", "hello ", "Lord", "é x", AddedToken("Lord G", normalized=False)]
+ADDED = ["  ", "   ", "hello ", "Lord", "é x", "o\u0308 y", AddedToken("Lord G", normalized=False)]
 
 
 def encode_by_c(test_data, path, texts):
@@ -314,6 +319,8 @@ def test_same_ids_as_tokenizers(kind, added, tmp_path, test_data):
     tokenizer = Tokenizer(models.BPE(**options))
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
+    if kind == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
     trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=["<|endoftext|>", "<|pad|>"], show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(make_text(2000).splitlines(keepends=True), trainer)
@@ -326,9 +333,10 @@ def test_same_ids_as_tokenizers(kind, added, tmp_path, test_data):
         file["model"]["merges"] = [" ".join(pair) for pair in file["model"]["merges"]]
         json.dump(file, open(path, "w"))
     r = random.Random(f"{kind} {added}")
-    specials = ["<|endoftext|>", "<|pad|>", "  ", "   ", "Lord", "Lord G", "hello ", "é x"]
+    specials = ["<|endoftext|>", "<|pad|>", "  ", "   ", "Lord", "Lord G", "hello ", "é x", "e\u0301 x", "o\u0308 y",
+                "ö y", "\u1112\u1161\u11ab", "\u0344"]
     texts = [make_text(20, seed=3), "", " ", "\n"]
-    for _ in range(1500):
+    for _ in range(10000 if FULL else 1500):
         length = r.choice([1, 2, 3, 5, 10, 30, 100])
         texts.append("".join(r.choice(specials) if r.random() < 0.05 else random_char(r) for _ in range(length)))
     for text, (ids, decoded) in zip(texts, encode_by_c(test_data, path, texts)):

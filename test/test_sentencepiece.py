@@ -7,7 +7,7 @@ import init
 import numpy as np
 import pytest
 from test_prepare import encode_by_c, make_text, random_char, test_data  # noqa: F401  (test_data is a fixture)
-from util import FULL, llama_config, model_write, train_gpt
+from util import FULL, gpt2_config, llama_config, model_write, train_gpt
 
 tokenizers = pytest.importorskip("tokenizers")
 from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors,  # noqa: E402
@@ -34,11 +34,18 @@ def trained(form, with_bytes=True, **options):
     tokenizer.train_from_iterator(make_text(2000).splitlines(keepends=True), trainer)
     file = json.loads(tokenizer.to_str())
     file["added_tokens"] = [token for token in file["added_tokens"] if token["content"] not in BYTES]
+    for token in file["added_tokens"]:
+        token["normalized"] = options.get("fuse_unk", False)       # older files of Llama-2 have it so
     tokenizer = Tokenizer.from_str(json.dumps(file))
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.Sequence(DECODER if form != "never" else DECODER[:-1])
     tokenizer.add_special_tokens([AddedToken("<|x|>", special=True, normalized=False)])
+    tokenizer.add_tokens([AddedToken("<|y|>", normalized=True), AddedToken("to the", normalized=True)])
     return tokenizer
+
+
+SPECIALS = ["<s>", "</s>", "<|x|>", "<unk>", "<0x41>", MARK, "  ", " <s> ", "<|y|>", " <|y|>", "to the",
+            " to the <|y|> ", MARK + "<|y|>", "<|x|><|y|>"]
 
 
 def random_texts(count, seed):
@@ -47,7 +54,7 @@ def random_texts(count, seed):
         text = "".join(random_char(r) for _ in range(r.choice([0, 1, 2, 5, 20, 60])))
         if i % 4 == 0:
             at = r.randint(0, len(text))
-            text = text[:at] + r.choice(["<s>", "</s>", "<|x|>", "<unk>", "<0x41>", MARK, "  ", " <s> "]) + text[at:]
+            text = text[:at] + r.choice(SPECIALS) + text[at:]
         yield text
 
 
@@ -67,7 +74,10 @@ def test_same_ids(form, options, with_bytes, tmp_path, test_data):  # noqa: F811
             assert decoded.decode() == tokenizer.decode(expected, skip_special_tokens=False), repr(text)
 
 
-def small_model(folder, V=1000):
+def small_model(folder, family="llama", V=1000):
+    if family == "gpt2":
+        config = gpt2_config(V, 32, 64, L=1, NH=2, n_inner=64)
+        return model_write(folder, config, init.random_weights(init.gpt2_shapes(config), 1, 0.3))
     config = llama_config(V, 32, 64, L=1, NH=2)
     return model_write(folder, config, init.random_weights(init.llama_shapes(config), 1, 0.3))
 
@@ -89,10 +99,11 @@ def test_prompts(tmp_path):
     assert run.out == "a b\n"
 
 
-@pytest.mark.parametrize("ranks,stage,micro_batch", [(1, 0, 4), (1, 0, 3), (2, 1, 4), (2, 3, 2)])
-def test_choices(tmp_path, ranks, stage, micro_batch):
+@pytest.mark.parametrize("ranks,stage,micro_batch,family", [(1, 0, 4, "llama"), (1, 0, 3, "gpt2"), (2, 1, 4, "gpt2"),
+                                                            (2, 3, 2, "llama")])
+def test_choices(tmp_path, ranks, stage, micro_batch, family):
     """Answers worked out from the logits that --prompts gives."""
-    tokenizer, model = trained("first"), small_model(tmp_path / "model")
+    tokenizer, model = trained("first"), small_model(tmp_path / "model", family)
     tokenizer.save(str(model / "tokenizer.json"))
     r, items, requests = random.Random(1), [], []
     words = make_text(60).split()

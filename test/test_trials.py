@@ -229,6 +229,27 @@ def test_tie(tmp_path, device, stage, ranks):
 @pytest.mark.parametrize("stage", STAGES)
 def test_r(tmp_path, device, stage, ranks):
     """Interleaved pairs would give 1.627663."""
+    model, data = model_r(tmp_path / "model"), shards(tmp_path, [0, 1, 3], ranks)
+    run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", 1, "-n", 1, "-l", 0, *PLAIN, ranks=ranks, device=device,
+                    out=tmp_path / "run")
+    assert run.series("loss") == pytest.approx([1.481067], abs=2e-6)
+
+
+@pytest.mark.parametrize("ranks,stage,cache", [(1, 0, []), (1, 0, ["--no-kv-cache"]), (2, 2, []), (3, 1, []),
+                                               (3, 3, []), (2, 3, ["--no-kv-cache"])])
+def test_r_tokens(tmp_path, device, ranks, stage, cache):
+    """The loss of each token, from the logits after it; by both ways through the model."""
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"ids": ids, "max_tokens": 0, "logits": True}) + "\n"
+                                                    for ids in ([0], [0, 1])))
+    run = train_gpt("-m", model_r(tmp_path / "model"), "--prompts", tmp_path / "prompts.jsonl", "-z", stage, *cache,
+                    ranks=ranks, device=device)
+    lines = sorted(map(json.loads, run.out.splitlines()), key=lambda line: line["index"])
+    for line, target, loss in zip(lines, [1, 3], [2.344540, 0.617594], strict=True):
+        logits = np.array(line["logits"])
+        assert np.log(np.exp(logits).sum()) - logits[target] == pytest.approx(loss, abs=2e-6)
+
+
+def model_r(folder):
     config = llama_config(4, 4, 2)
     tensors = {name: np.zeros(shape, np.float32) for name, shape in init.llama_shapes(config).items()}
     for name in tensors:
@@ -240,10 +261,7 @@ def test_r(tmp_path, device, stage, ranks):
     tensors[attention + "v_proj.weight"][3][0] = 1
     tensors[attention + "q_proj.weight"][0][1] = 1
     tensors[attention + "k_proj.weight"][2][0] = 1
-    model, data = model_write(tmp_path / "model", config, tensors), shards(tmp_path, [0, 1, 3], ranks)
-    run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", 1, "-n", 1, "-l", 0, *PLAIN, ranks=ranks, device=device,
-                    out=tmp_path / "run")
-    assert run.series("loss") == pytest.approx([1.481067], abs=2e-6)
+    return model_write(folder, config, tensors)
 
 
 @pytest.mark.parametrize("eps,losses", [(1e-5, [1.894664, 1.593153, 1.291642, 0.990130]),
@@ -292,6 +310,13 @@ def test_x(tmp_path, device, V, ranks, stage, tied):
         assert before[name].tobytes() == after[name].tobytes(), name
     assert json.loads((tmp_path / "export" / "config.json").read_text()) == config
     assert safetensors_header(tmp_path / "export" / "model.safetensors")["__metadata__"]["format"] == "pt"
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_x_layouts(tmp_path, device, stage, ranks):
+    """Every stage and number of ranks, each with one vocabulary."""
+    test_x(tmp_path, device, 126 + (stage + ranks) % 3 + 1, ranks, stage, tied=ranks % 2 == 0)
 
 
 @pytest.mark.parametrize("model_type,ranks,stage", [("llama", 1, 0), ("llama", 3, 2), ("qwen2", 2, 1),

@@ -179,6 +179,7 @@ static void comm_idle(const Comm* c, bool idle)
 
 static void comm_barrier_idle(const Comm* c)
 {
+    CUDA_CHECK(cudaDeviceSynchronize());   // a collective that is still enqueued here may be what the others wait for
     comm_idle(c, true);
     comm_barrier(c);
     comm_idle(c, false);
