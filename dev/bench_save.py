@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """bench_save.py: what checkpoints cost training: GPT-2 124M, B=4, T=64, fp32, one rank on all cores of this machine.
 
-One run saves at every 40th step. The 20 steps that a save falls into against the 20 after them, which none does, in wall
-time and in CPU time of all threads: so a machine that drifts does not matter, and one that others use matters only to
-the wall time. What a save costs is set against 20 steps without one.
+One run saves at every 40th step. The 20 steps that a save falls into against the 20 after, which none does, in wall
+time and in CPU time of all threads: a machine that drifts does not matter then, and one that others use matters less.
+What a save costs is set against 20 steps without one.
     dev/bench_save.py [NUM_SAVES]      default 2: 119 steps, about 3 minutes on two quiet cores
 """
 import os
