@@ -126,6 +126,12 @@ static const cJSON* ds_value(const DsConfig* c, const char* path)
     return at;
 }
 
+static double ds_number_or(const DsConfig* c, const char* path, double fallback)
+{
+    const cJSON* value = ds_value(c, path);
+    return cJSON_IsNumber(value) ? value->valuedouble : fallback;
+}
+
 static bool ds_type_is(const DsConfig* c, const char* path, const char* name)
 {
     const cJSON* type = ds_value(c, path);
@@ -138,7 +144,8 @@ static void ds_precision(DsConfig* c, const cJSON* value, const char* name)
     const char* other = strcmp(name, "fp16") == 0 ? "bf16.enabled" : "fp16.enabled";
     if (cJSON_IsTrue(value) && cJSON_IsTrue(ds_value(c, other))) ds_refuse(c, "%s is true as well: choose one", other);
     else if (cJSON_IsTrue(value)) ds_set_from_key(c, "precision", name);
-    else ds_say(c, "off");
+    else if (ds_is_off(value)) ds_say(c, "off");
+    else ds_refuse(c, "must be true or false");
 }
 static void ds_fp16(DsConfig* c, const cJSON* value) { ds_precision(c, value, "fp16"); }
 static void ds_bf16(DsConfig* c, const cJSON* value) { ds_precision(c, value, "bf16"); }
@@ -164,9 +171,8 @@ static void ds_optimizer(DsConfig* c, const cJSON* value)
         if (kind.eps != nullptr) ds_set_default(c, "eps", kind.eps);
         if (strcmp(kind.ours, "sgd") == 0) ds_set_default(c, "momentum", "0");
         if (strcmp(kind.ours, "muon") == 0) {
-            const cJSON* lr = ds_value(c, "optimizer.params.lr");
-            static char text[64];
-            snprintf(text, sizeof text, "%.15g", cJSON_IsNumber(lr) ? lr->valuedouble : 0.02);
+            char text[64];
+            snprintf(text, sizeof text, "%.15g", ds_number_or(c, "optimizer.params.lr", 0.02));
             ds_set_default(c, "muon_lr", text);
         }
         if (ds_value(c, "scheduler") == nullptr) {       // DeepSpeed then keeps the learning rate as it is
@@ -190,6 +196,23 @@ static void ds_betas(DsConfig* c, const cJSON* value)
     ds_set_from_key(c, "beta2", ds_text(cJSON_GetArrayItem(value, 1), buf));
 }
 
+/* DeepSpeed rises by `rate` of the lowest in every `size` steps; here the rise ends at the peak, with the last step. */
+static void ds_range_test(DsConfig* c)
+{
+    const double min_lr = ds_number_or(c, "scheduler.params.lr_range_test_min_lr", 1e-3);
+    const double size = ds_number_or(c, "scheduler.params.lr_range_test_step_size", 2000);
+    const double rate = ds_number_or(c, "scheduler.params.lr_range_test_step_rate", 1);
+    char text[64];
+    if (!c->flags->given[FLAG_steps]) {
+        ds_refuse(c, "LRRangeTest rises until the run ends: give -n");
+        return;
+    }
+    snprintf(text, sizeof text, "%.15g", min_lr);
+    ds_set_from_key(c, "min_lr", text);
+    snprintf(text, sizeof text, "%.15g", min_lr * (1 + rate * (double)c->flags->steps / size));
+    ds_set_from_key(c, "lr", text);
+}
+
 static void ds_scheduler(DsConfig* c, const cJSON* value)
 {
     const cJSON* type = ds_value(c, "scheduler.params.warmup_type");
@@ -206,6 +229,11 @@ static void ds_scheduler(DsConfig* c, const cJSON* value)
         return;
     }
     ds_set_from_key(c, "schedule", ours);
+    if (strcmp(ours, "lr-range-test") == 0) ds_range_test(c);
+    if (strcmp(ours, "onecycle") == 0) {
+        ds_set_default(c, "warmup", "2000");
+        json_text_add(&c->notes, "  %s: beta1 stays; DeepSpeed moves it unless cycle_momentum is false\n", c->key);
+    }
     if (strncmp(value->valuestring, "Warmup", 6) == 0) {
         ds_set_default(c, "warmup", "1000");
         ds_set_default(c, "min_lr", "0");
@@ -236,11 +264,20 @@ static void ds_warmup_type(DsConfig* c, const cJSON* value)
     else ds_say(c, "%s: read with scheduler.type", value->valuestring);
 }
 
+static void ds_cycle_second(DsConfig* c, const cJSON* value)
+{
+    const double first = ds_number_or(c, "scheduler.params.cycle_first_step_size", 2000);
+    char buf[64];
+    if (cJSON_IsNull(value) || (cJSON_IsNumber(value) && value->valuedouble == first)) ds_say(c, "as the first");
+    else ds_refuse(c, "%s: the fall takes as many steps as the rise, %.0f", ds_text(value, buf), first);
+}
+
 static void ds_cos_min_ratio(DsConfig* c, const cJSON* value)
 {
     char text[64];
     snprintf(text, sizeof text, "%.15g", value->valuedouble * c->flags->lr);
-    ds_set_from_key(c, "min_lr", text);
+    if (cJSON_IsNumber(value)) ds_set_from_key(c, "min_lr", text);
+    else ds_refuse(c, "must be a number");
 }
 
 static void ds_offload(DsConfig* c, const cJSON* value)
@@ -314,7 +351,7 @@ static void ds_check_keys(DsConfig* c, const cJSON* object, const char* prefix)
         }
         if (known) continue;
         if (begins && cJSON_IsObject(item)) ds_check_keys(c, item, path);
-        else if (begins) ds_refuse((c->key = path, c), "must be an object, is %s", json_type_name(item));
+        else if (begins) die_usage("%s: %s must be an object, is %s", c->file, path, json_type_name(item));
         else die_usage("%s: %s is no key of DeepSpeed's that is known here%s%s%s; leave it out", c->file, path,
                        best < 99 ? ": did you mean " : "", nearest, best < 99 ? "?" : "");
     }

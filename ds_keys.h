@@ -93,18 +93,18 @@
     FLAG("scheduler.params.cycle_min_lr",   "min_lr", "") \
     FLAG("scheduler.params.cycle_max_lr",   "lr", "") \
     FLAG("scheduler.params.cycle_first_step_size", "warmup", "") \
-    FLAG("scheduler.params.cycle_second_step_size", "cycle_down", "") \
+    RULE("scheduler.params.cycle_second_step_size", ds_cycle_second, "") \
     ONLY("scheduler.params.cycle_first_stair_count", "0", "the learning rate has no stairs") \
     ONLY("scheduler.params.cycle_second_stair_count", "0", "the learning rate has no stairs") \
-    FLAG("scheduler.params.decay_step_size", "decay_every", "") \
-    FLAG("scheduler.params.decay_lr_rate",  "decay_rate", "") \
+    SAME("scheduler.params.decay_step_size", "goes with decay_lr_rate") \
+    ONLY("scheduler.params.decay_lr_rate",  "0", "after the cycle the learning rate stays at its lowest") \
     ONLY("scheduler.params.cycle_momentum", "false", "beta1 stays as it is") \
     SAME("scheduler.params.cycle_min_mom",  "goes with cycle_momentum") \
     SAME("scheduler.params.cycle_max_mom",  "goes with cycle_momentum") \
     SAME("scheduler.params.decay_mom_rate", "goes with cycle_momentum") \
-    FLAG("scheduler.params.lr_range_test_min_lr", "lr", "") \
-    FLAG("scheduler.params.lr_range_test_step_size", "range_step", "") \
-    FLAG("scheduler.params.lr_range_test_step_rate", "range_rate", "") \
+    SAME("scheduler.params.lr_range_test_min_lr", "read with scheduler.type") \
+    SAME("scheduler.params.lr_range_test_step_size", "read with scheduler.type") \
+    SAME("scheduler.params.lr_range_test_step_rate", "read with scheduler.type") \
     ONLY("scheduler.params.lr_range_test_staircase", "false", "the learning rate has no stairs") \
     /* ---- ZeRO */ \
     FLAG("zero_optimization.stage",         "zero", "") \

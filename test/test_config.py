@@ -1,5 +1,6 @@
 """--config: DeepSpeed's JSON becomes flags; --print-config says what became of each key."""
 import json
+import math
 import re
 
 import init
@@ -129,11 +130,12 @@ def read(folder, config, *more, ok=True, **kw):
 
 
 def test_zero2_fp16(folder):
-    _, flags, keys = read(folder, ZERO2_FP16, "--schedule", "constant", "--eps", "1e-7", "--out", "x")
+    _, flags, keys = read(folder, ZERO2_FP16, "--eps", "1e-7", "--out", "x")
     want = {"batch": 16, "micro-batch": 4, "grad-accum": 2, "lr": 3e-5, "beta1": 0.9, "beta2": 0.98,
             "weight-decay": 0.01, "warmup": 10, "precision": "fp16", "loss-scale": 0, "initial-scale-power": 12,
             "loss-scale-window": 500, "hysteresis": 3, "min-loss-scale": 2, "zero": 2, "gather-bucket": 2e8,
-            "overlap": 1, "reduce-bucket": 2e8, "clip": 0.5, "log-every": 5, "optimizer": "adamw"}
+            "overlap": 1, "reduce-bucket": 2e8, "clip": 0.5, "log-every": 5, "optimizer": "adamw",
+            "schedule": "warmup-log"}
     for name, value in want.items():
         got, source = flags[name]
         assert (got if isinstance(value, str) else float(got)) == value, name
@@ -145,15 +147,19 @@ def test_zero2_fp16(folder):
 
 
 def test_zero2_fp16_runs(folder):
-    """The file of a user trains: two steps of its global batch on two ranks, in the precision that is built."""
-    config = ZERO2_FP16.replace('"fp16": {"enabled": true', '"fp16": {"enabled": false')
-    config = re.sub(r'"warmup_num_steps": 10', '"warmup_num_steps": 10, "warmup_type": "linear"', config)
+    """The file of a user trains as it is: its global batch on two ranks, its loss scale, the first step at the lowest
+    learning rate. In a binary without fp16 its fp16 block is switched off."""
+    config, fp16 = ZERO2_FP16, "fp16" in re.search(r"^precisions .*$", train_gpt("--report").out, re.M)[0]
+    if not fp16:
+        config = config.replace('"fp16": {"enabled": true', '"fp16": {"enabled": false')
     (folder / "run.json").write_text(config)
-    run = train_gpt("-m", folder / "model", "-d", folder / "data", "--config", folder / "run.json", "-n", 2,
+    run = train_gpt("-m", folder / "model", "-d", folder / "data", "--config", folder / "run.json", "-n", 3,
                     "--log-every", 1, "--sample-tokens", 0, ranks=2)
     assert "batch   16 sequences = 4 per micro-step x 2 micro-steps x 2 ranks" in run.out
     assert "ZeRO    stage 2" in run.out and f"config  {folder}/run.json" in run.out
-    assert [float(lr) for lr in re.findall(r"\| lr (\S+e\S+) \|", run.out)] == [3e-6, 6e-6]
+    assert ("scale 4096" in run.out) == fp16
+    lrs = [float(lr) for lr in re.findall(r"norm \S+ \| lr (\S+)", run.out)]
+    assert lrs == pytest.approx([3e-5 * math.log(s + 1) / math.log(10) for s in range(3)], rel=2e-3)
 
 
 def test_bf16_zero2_offload(folder):
@@ -196,6 +202,9 @@ def test_every_documented_key(folder):
     ({"zero_optimization": {"stage": 5}}, "out of range"),
     ({"zero_optimization": {"stagee": 2}}, "did you mean zero_optimization.stage?"),
     ({"zero_optimization": 2}, "must be an object"),
+    ({"bf16": {"enabled": "yes"}}, "true or false"),
+    ({"gradient_clipping": "much"}, "needs a number"),
+    ({"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": "low"}}}, "must be a number"),
     ({"optimizer": {"type": "OneBitAdam"}}, "have Adam AdamW"),
     ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, "a list of two"),
     ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, "gradient_clipping"),
@@ -241,3 +250,27 @@ def test_optimizers(folder, optimizer, want):
     for name, value in want.items():
         assert (flags[name][0] if isinstance(value, str) else float(flags[name][0])) == value, name
     assert flags["schedule"][0] == "constant" and flags["warmup"][0] == "0"      # the file has no scheduler
+
+
+@pytest.mark.parametrize("scheduler,want", [
+    ({"type": "WarmupLR", "params": {"warmup_num_steps": 7, "warmup_max_lr": 0.1}},
+     {"schedule": "warmup-log", "warmup": 7, "lr": 0.1, "min-lr": 0}),
+    ({"type": "WarmupLR", "params": {"warmup_type": "linear"}}, {"schedule": "constant", "warmup": 1000}),
+    ({"type": "WarmupDecayLR", "params": {"total_num_steps": 50, "warmup_num_steps": 5}},
+     {"schedule": "linear", "steps": 50, "warmup": 5, "min-lr": 0}),
+    ({"type": "WarmupCosineLR", "params": {"total_num_steps": 50, "cos_min_ratio": 0.1}},
+     {"schedule": "cosine", "steps": 50, "min-lr": 6e-5}),
+    ({"type": "OneCycle", "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 9,
+                                     "cycle_second_step_size": 9, "cycle_momentum": False, "decay_lr_rate": 0}},
+     {"schedule": "onecycle", "min-lr": 0.01, "lr": 0.1, "warmup": 9}),
+    ({"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 10,
+                                        "lr_range_test_step_rate": 2}},
+     {"schedule": "lr-range-test", "min-lr": 0.001, "lr": 0.021}),
+])
+def test_schedulers(folder, scheduler, want):
+    """DeepSpeed's names, its defaults, and its parameters as ours."""
+    given = ["-n", 100] if scheduler["type"] == "LRRangeTest" else []
+    _, flags, _ = read(folder, {"scheduler": scheduler}, *given)
+    for name, value in want.items():
+        got = flags[name][0]
+        assert got == value if isinstance(value, str) else float(got) == pytest.approx(value), name
