@@ -4,7 +4,9 @@
 #pragma once
 #include "run.cuh"
 
-typedef struct Estimate { size_t device_bytes, wire_bytes; double compute_s, wire_s, step_s; } Estimate;
+typedef struct Estimate { size_t device_bytes, wire_bytes; double compute_s, wire_s, copy_s, step_s; } Estimate;
+
+static const double HOST_LINK_GBPS = 25;   // of PCIe 4 with 16 lanes, one way, as measured by many
 
 static const char* recompute_name(Setting s, char (&buf)[16])
 {
@@ -46,12 +48,17 @@ static Estimate setting_estimate(const Run* run, Setting s)
     if (d->peak_flops > 0) e.compute_s = flops / (0.5 * d->peak_flops);
     if (d->memory_gbps > 0) e.compute_s += owned * (sizeof(floatX) < 4 ? 30 : 28) / (d->memory_gbps * 1e9);
     if (d->link_gbps > 0) e.wire_s = (double)e.wire_bytes / (d->link_gbps * 1e9);
-    e.step_s = run->flags->overlap && e.compute_s > e.wire_s ? e.compute_s : e.wire_s;
-    if (!run->flags->overlap) e.step_s = e.compute_s + e.wire_s;
+    if (d->memory_gbps > 0 && s.offloads)   // there and back in each micro-step
+        e.copy_s = 2.0 * s.G * (double)offload_bytes(&trial->model.inputs) / (HOST_LINK_GBPS * 1e9);
+    e.step_s = fmax(e.compute_s, fmax(e.wire_s, e.copy_s));
+    if (!run->flags->overlap) e.step_s = e.compute_s + e.wire_s + e.copy_s;
     plan_run_free(trial);
     free(trial);
     return e;
 }
+
+/* Bytes on the device in bf16, from the object of that precision if it is in this binary. */
+__attribute__((weak)) size_t device_bytes_bf16(const Run* run, Setting s);
 
 /* The next lower micro-batch that keeps the global batch. */
 static bool lower_micro_batch(Setting* s)
@@ -71,23 +78,33 @@ static void rung_print(const Run* run, FILE* f, Setting s, size_t have_bytes, Es
     char level[16];
     fprintf(f, "  -z %d -r %-9s -b %-4d -g %-4d %12.1f MiB  %-5s", s.stage, recompute_name(s, level), s.B, s.G,
             e.device_bytes / 1048576.0, e.device_bytes <= have_bytes ? "fits" : "");
+    if (s.offloads) fprintf(f, "  --offload activations");
     if (e.step_s > 0) fprintf(f, "  %.3g s a step", e.step_s);
     fprintf(f, "\n");
 }
 
-/* The next rung down: stage, recomputation, micro-batch. Each keeps those before it. */
+/* The next rung down: stage, recomputation, micro-batch, host memory. Each keeps those before it. */
 static bool rung_next(const Run* run, Setting* s)
 {
     if (s->stage < 3 && run->comm.num_ranks > 1) { s->stage++; return true; }
     if (s->recompute != Recompute::BLOCKS) { s->recompute = (Recompute)((int)s->recompute + 1); return true; }
-    return lower_micro_batch(s);
+    if (lower_micro_batch(s)) return true;
+    if (s->offloads) return false;
+    s->offloads = true;
+    return true;
 }
 
 /* What to change, in order, to come below have_bytes; ends with the first that fits. */
 static void ladder_print(const Run* run, FILE* f, size_t have_bytes)
 {
-    if (sizeof(floatX) == 4) fprintf(f, "  -p bf16 (if built) halves parameters and activations; or, in this order\n");
     Setting s = run->setting;
+    if (sizeof(floatX) == 4 && device_bytes_bf16 != nullptr) {
+        size_t bytes = device_bytes_bf16(run, s);
+        fprintf(f, "  -p bf16                      %12.1f MiB  %s\n", bytes / 1048576.0,
+                bytes <= have_bytes ? "fits" : "");
+    } else if (sizeof(floatX) == 4) {
+        fprintf(f, "  -p bf16 is not in this binary: make PREC='fp32 bf16'\n");
+    }
     while (rung_next(run, &s)) {
         Estimate e = setting_estimate(run, s);
         rung_print(run, f, s, have_bytes, e);
@@ -106,14 +123,19 @@ static void setting_choose(Run* run, size_t have_bytes)
         if (f->given[FLAG_zero] ? stage != run->setting.stage : stage > 0 && run->comm.num_ranks == 1) continue;
         for (int level = 0; level <= (int)Recompute::BLOCKS; level++) {
             if (f->given[FLAG_recompute] && level != (int)run->setting.recompute) continue;
-            Setting s = run->setting;
-            s.stage = stage;
-            s.recompute = (Recompute)level;
-            do {
-                Estimate e = setting_estimate(run, s);
-                double cost = e.step_s + 1e-9 * (stage + level) + 1e-4 * e.step_s * s.G;   // ties: the simplest
-                if (e.device_bytes <= have_bytes && cost < best_s) { best_s = cost; best = s; }
-            } while (!f->given[FLAG_micro_batch] && lower_micro_batch(&s));
+            for (bool offloads : {false, true}) {
+                if (f->given[FLAG_offload] && offloads != run->setting.offloads) continue;
+                if (offloads && level != (int)Recompute::BLOCKS) continue;
+                Setting s = run->setting;
+                s.stage = stage;
+                s.recompute = (Recompute)level;
+                s.offloads = offloads;
+                do {
+                    Estimate e = setting_estimate(run, s);   // ties: the simplest
+                    double cost = e.step_s * (1 + 1e-4 * s.G) + 1e-9 * (stage + level + offloads);
+                    if (e.device_bytes <= have_bytes && cost < best_s) { best_s = cost; best = s; }
+                } while (!f->given[FLAG_micro_batch] && lower_micro_batch(&s));
+            }
         }
     }
     ENSURE(best_s < INFINITY, "--auto: no stage, recomputation and micro-batch fits into %.1f MiB: lower -t, raise the "
@@ -131,6 +153,7 @@ static void recompute_print(const Run* run, FILE* f, size_t have_bytes)
         Setting s = run->setting;
         s.recompute = (Recompute)level;
         s.segment_layers = 1;
+        s.offloads = s.offloads && s.recompute == Recompute::BLOCKS;
         rung_print(run, f, s, have_bytes, setting_estimate(run, s));
     }
 }

@@ -39,6 +39,7 @@
     F(REAL,   min_loss_scale, 0,  1,         1e-30, 1e30, "fp16: an overflow at this loss scale ends the run") \
     F(SWITCH, consecutive_hysteresis, 0, false, 0, 0, "fp16: every good step restores the hysteresis") \
     F(TEXT,   recompute,     'r', "none",    0, 0, "made again in the backward: none, cheap (norms), mlp, attention (and mlp), block, or K: K blocks at a time") \
+    F(ONEOF,  offload,        0,  "none",    "none|activations", 0, "kept in host memory: activations = the blocks' inputs of -r block or K, two of them on the device") \
     F(SWITCH, deterministic,  0,  false,     0, 0, "gradients are summed in rank order: the same bits whatever NCCL does") \
     F(INT,    check_replicas, 0,  0,         0, INT64_MAX, "every so many steps: do all ranks hold the same parameters? 0 = never") \
     F(REAL,   spike_deviations, 0, 6,        0, 1e6, "say so when loss or norm is so many standard deviations above its running mean; 0 = never") \
@@ -65,7 +66,11 @@
     F(INT,    eval_batches,   0,  0,         0, INT64_MAX, "at most so many global micro-batches per validation; 0 = the whole set") \
     F(INT,    eval_stride,    0,  0,         0, 1 << 24, "validation windows begin so many tokens apart and count what no window before has; 0 = -t") \
     F(INT,    save_every,     0,  0,         0, INT64_MAX, "checkpoint every so many steps; 0 = at the end only (with -o)") \
+    F(INT,    keep,           0,  0,         0, 1 << 20, "checkpoints to keep, the newest; 0 = all") \
+    F(INT,    keep_every,     0,  0,         0, INT64_MAX, "with --keep: those of every so many steps stay as well") \
+    F(ONEOF,  on_save_error,  0,  "continue", "continue|stop", 0, "a checkpoint that cannot be written (full disk): go on training, or stop") \
     F(TEXT,   resume,         0,  "",        0, 0, "checkpoint, or run folder and its newest complete checkpoint; auto = the one of -o if there is one") \
+    F(TEXT,   repeat,         0,  "",        0, 0, "run folder: do that run again, as its run.json says; only -o goes with it") \
     F(SWITCH, elastic,        0,  false,     0, 0, "with --resume: the checkpoint's global batch on any number of ranks; -g follows, -b is the most") \
     F(SWITCH, from_scratch,   0,  false,     0, 0, "take only config.json from the folder given with -m") \
     F(INT,    log_every,      0,  1,         1, INT64_MAX, "print every so many steps (the log file has all)") \
@@ -100,9 +105,9 @@
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
-    "master grad-dtype state-dtype tp pp sp offload offload-dir keep " \
+    "master grad-dtype state-dtype tp pp sp offload-dir " \
     "bench comm-dtype fp32-tensors profile " \
-    "tune repeat dropout"
+    "tune dropout"
 
 #define VALUES_LATER "1bit-adam 01-adam 1bit-lamb onebitadam zerooneadam onebitlamb"
 

@@ -89,10 +89,13 @@ static void head_begin(Model* m)
 static void model_forward(Model* m, int B, int T)
 {
     const Config* c = &m->config;
-    embed_forward(m, m->residual, nullptr, B * T, T);
     for (int layer = 0; layer < c->L; layer++) {
+        bool offloads = m->offloads && starts_segment(m, layer);
+        if (offloads) offload_write_begin(&m->inputs, layer / m->segment_layers);
+        if (layer == 0) embed_forward(m, m->residual, nullptr, B * T, T);
         zero_params_begin(m->zero, unit_block(c, layer));
         block_forward(m, layer, B, T, layer == 0);
+        if (offloads) offload_write_end(&m->inputs, layer / m->segment_layers);
     }
     head_begin(m);
     const floatX* last = model_block(m, c->L - 1).residual_2;
@@ -219,7 +222,10 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     zero_gradient_end(z, head, micro, num_micro);
     for (int layer = c->L - 1; layer >= 0; layer--) {
         int unit = unit_block(c, layer);
-        if (makes_segment_again(m, layer)) segment_forward(m, layer, B, T);
+        bool makes_again = makes_segment_again(m, layer);
+        if (m->offloads && (makes_again || layer == c->L - 1))
+            offload_read_begin(&m->inputs, layer / m->segment_layers);
+        if (makes_again) segment_forward(m, layer, B, T);
         zero_params_begin(z, unit);
         block_restore(m, layer, B, T);
         zero_gradient_begin(z, unit);

@@ -7,8 +7,8 @@
 #include "data/tokenizer.h"
 #include "generate.cuh"
 #include "passes.cuh"
+#include "zero/save.h"
 #include "rates.h"
-#include "zero/checkpoint.h"
 #include "zero/update.h"
 
 /* What trains when -m is not given. */
@@ -21,7 +21,7 @@
 enum { STEPS_IN_FLIGHT = 2 };      // the host enqueues step s + 1 before it reads the result of step s
 
 /* What may be traded for memory. */
-typedef struct Setting { int stage; Recompute recompute; int segment_layers; int B, G; } Setting;
+typedef struct Setting { int stage; Recompute recompute; int segment_layers; int B, G; bool offloads; } Setting;
 
 typedef struct Run {
     const Flags* flags;
@@ -31,6 +31,7 @@ typedef struct Run {
     Decoder decoder;               // of --generate and --prompts
     Zero zero;
     Plan plan;
+    Saver saver;                   // with -o
     StepConfig config;
     TokenSet train_set, val_set;
     bool has_val;
@@ -97,7 +98,8 @@ static void batch_of_checkpoint(Run* run, const char* folder)
 
 static bool path_exists(const char* folder, const char* name, char (&path)[4096])
 {
-    snprintf(path, sizeof path, "%s%s%s", folder, name[0] ? "/" : "", name);
+    int n = snprintf(path, sizeof path, "%s%s%s", folder, name[0] ? "/" : "", name);
+    ENSURE(n < (int)sizeof path, "%s: the name is too long", folder);
     return access(path, R_OK) == 0;
 }
 
@@ -123,21 +125,6 @@ static void choose_tokenizer(Run* run, const char* model_name)
                !path_exists(f->data, "tokenizer.json", run->tokenizer_path)) {
         run->tokenizer_path[0] = 0;
     }
-}
-
-/* Where `--resume` points: a checkpoint, or the newest complete one of a run folder. Empty if there is none. */
-static void choose_resume(Run* run, char (&path)[4096])
-{
-    const Flags* f = run->flags;
-    path[0] = 0;
-    if (!f->resume[0]) return;
-    bool automatic = strcmp(f->resume, "auto") == 0;
-    if (automatic && !f->out[0]) die_usage("--resume auto looks into the folder of -o: give -o");
-    const char* folder = automatic ? f->out : f->resume;
-    if (!checkpoint_find(folder, path))
-        ENSURE(automatic,
-               "--resume %s: no complete checkpoint there (a folder with state.json, or step_* folders of that kind)",
-               folder);
 }
 
 static bool folder_has_split(const char* folder, const char* split)
@@ -276,6 +263,7 @@ static void plan_run(Run* run, bool training)
     m->zero = &run->zero;
     m->recompute = s->recompute;
     m->segment_layers = s->segment_layers;
+    m->offloads = s->offloads && training;
     m->walks_vocab = s->stage == 3 && m->config.num_pieces > 1;
     model_visits(m);
     bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
@@ -286,6 +274,7 @@ static void plan_run(Run* run, bool training)
                        (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
+    if (training && f->out[0]) saver_plan(&run->saver, &run->zero, &run->plan);
     free(resident);
     bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
     if (decodes) decoder_plan(&run->decoder, m, &run->plan, f->given[FLAG_prompts] ? s->B : 1, run->T);

@@ -7,8 +7,10 @@
  * model.cuh        the models, one block     zero/stages.h               who keeps what, when it moves, the step
  * passes.cuh       forward and backward      zero/weights.h init.h       weights: read, written, made
  * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
- * choices.cuh      multiple choice           kernels/device.cuh          the device
- * environment.cuh  what --report prints      ds_config.h ds_keys.h       DeepSpeed's JSON as flags
+ * choices.cuh      multiple choice           zero/save.h                 written while training goes on
+ * run_folder.cuh   log, save, resume         kernels/device.cuh          the device
+ * environment.cuh  what --report prints      shapes.cuh                  presets and configs
+ *                                            ds_config.h ds_keys.h       DeepSpeed's JSON as flags
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"
@@ -16,10 +18,19 @@
 #include "environment.cuh"
 #include "choices.cuh"
 #include "generate.cuh"
+#include "run_folder.cuh"
 #include "same.cuh"
 #include "zero/init.h"
 
 #define VERSION "0.1.0"
+#if defined(DEVICE_CUDA)
+#define DEVICE_KIND "cuda"
+#elif defined(DEVICE_EMU)
+#define DEVICE_KIND "emu"
+#else
+#define DEVICE_KIND "cpu"
+#endif
+#define VERSION_LINE VERSION ", compiled " __DATE__ " with " __VERSION__ ", device " DEVICE_KIND
 
 void run_all_fp32(const Flags* f, Comm* comm);   // one in each object
 void run_all_bf16(const Flags* f, Comm* comm);
@@ -30,6 +41,10 @@ void run_all_fp16(const Flags* f, Comm* comm);
 #define RUN_ALL run_all_fp16
 #else
 #define RUN_ALL run_all_fp32
+#endif
+
+#ifdef PREC_BF16
+size_t device_bytes_bf16(const Run* run, Setting s) { return setting_estimate(run, s).device_bytes; }
 #endif
 
 // ------------------------------------------------------------------------------------------------ what is printed
@@ -314,40 +329,6 @@ static void evaluate_and_say(Run* run)
 }
 
 // -------------------------------------------------------------------------------------------------------- the loop
-/* config.json and tokenizer.json into a checkpoint or an export. */
-static void write_small_files(const char* folder, void* context)
-{
-    Run* run = (Run*)context;
-    char file[4200];
-    snprintf(file, sizeof file, "%s/config.json", folder);
-    config_write(&run->model.config, file, run->flags->export_dtype);
-    snprintf(file, sizeof file, "%s/tokenizer.json", folder);
-    if (run->tokenizer_path[0]) file_copy(file, run->tokenizer_path);
-}
-
-static void save(Run* run)
-{
-    double start = now_s();
-    RunState state = {};
-    state.step = run->step;
-    state.position_windows = loader_position(run->train);
-    state.seed = (unsigned long long)run->flags->seed;
-    state.seq_len = run->T;
-    state.global_batch = run->global_batch;
-    state.val_due = run->val_due;
-    char path[4096];
-    const StepState* last = &run->zero.h_state[(run->step - 1) % STEPS_IN_FLIGHT]; // settled: a save waits for its step
-    state.num_applied = last->num_applied;
-    state.num_skipped = last->num_skipped;
-    state.spikes = last->spikes;
-    state.has_loss_scale = is_fp16();
-    state.loss_scale = last->loss_scale;
-    state.num_good_steps = last->num_good_steps;
-    state.hysteresis_left = last->hysteresis_left;
-    checkpoint_save(&run->zero, run->flags->out, &state, write_small_files, run, path);
-    SAY("saved %s in %.2f s\n", path, now_s() - start);
-}
-
 static void train(Run* run)
 {
     const Flags* f = run->flags;
@@ -369,16 +350,21 @@ static void train(Run* run)
         if (f->check_replicas > 0 && step % f->check_replicas == 0)
             comm_ensure_replica(&run->comm, zero_replica_hash(&run->zero), step);
         for (; unread <= settled; unread++) finish_step(run, unread, hashes && unread == step ? hash : nullptr);
-        if (last && hash[0]) SAY("state hash %s after step %zu\n", hash, step);
+        if (last && hash[0]) {
+            SAY("state hash %s after step %zu\n", hash, step);
+            repeat_say(run, hash);
+        }
         if (evals) evaluate_and_say(run);
         saves = saves || (f->out[0] && run->ask != Ask::NONE);          // asked since
         if (saves) save(run);
+        else save_poll(run, false);
         if (run->ask == Ask::SAVE) {
             if (!saves) SAY("asked to save: there is no -o to save to\n");
             run->ask = Ask::NONE;
         }
         if (saves) ask_outside_step(run);
     }
+    save_poll(run, true);
     if (run->ask == Ask::END)
         SAY("asked to end: stops after step %zu%s\n", run->step,
             f->out[0] ? ", which is saved" : "; nothing is saved without -o");
@@ -405,38 +391,16 @@ static void weights_init(Run* run)
     zero_params_loaded(&run->zero);
 }
 
-static void resume(Run* run, const char* folder)
+/* The weights of a checkpoint, which has checksums, of another folder, or new ones. */
+static void weights_start(Run* run, const char* folder, bool from_scratch)
 {
-    RunState state = checkpoint_load_state(&run->zero, folder);
-    StepState device_state = step_state_init(run->config, first_loss_scale(run->flags));
-    device_state.num_applied = state.num_applied;
-    device_state.num_skipped = state.num_skipped;
-    device_state.spikes = state.spikes;
-    if (run->config.dynamic_loss_scale && state.has_loss_scale) {
-        device_state.loss_scale = state.loss_scale;
-        device_state.num_good_steps = state.num_good_steps;
-        device_state.hysteresis_left = state.hysteresis_left;
-    }
-    CUDA_CHECK(cudaMemcpy(run->zero.state, &device_state, sizeof device_state, cudaMemcpyHostToDevice));
-    run->step = state.step;
-    run->val_due = state.val_due;
-    ENSURE(state.seq_len == (size_t)run->T,
-           "%s: was trained with -t %zu, now -t %d: the data position counts windows of that length; give -t %zu",
-           folder, state.seq_len, run->T, state.seq_len);
-    loader_seek(run->train, state.position_windows);
-    if (!run->flags->given[FLAG_steps] && run->global_batch != state.global_batch) {
-        size_t left = run->train->config.limit_windows > state.position_windows
-                          ? run->train->config.limit_windows - state.position_windows
-                          : 0;
-        run->num_steps = run->step + ceil_div(left, run->global_batch);
-        run->config = step_config(run);
-    }
-    SAY("resume  %s: step %zu, window %zu\n", folder, state.step, state.position_windows);
-    if (state.seed != (unsigned long long)run->flags->seed)
-        SAY("        --seed is %lld, was %llu: the order of the data changes here\n", (long long)run->flags->seed,
-            state.seed);
-    if (state.global_batch != run->global_batch)
-        SAY("        the global batch is %zu, was %zu\n", run->global_batch, state.global_batch);
+    const Config* c = &run->model.config;
+    char file[4200], why[1024];
+    size_t read_bytes;
+    snprintf(file, sizeof file, "%s/state.json", folder);
+    if (c->hf_text == nullptr || from_scratch) weights_init(run);
+    else if (access(file, R_OK) != 0) weights_load(&run->zero, folder, c->tied);
+    else if (!checkpoint_load(&run->zero, folder, c->tied, nullptr, &read_bytes, why)) die("%s", why);
 }
 
 /* At the end of a run, where there is a tokenizer: what the model makes of the validation text's beginning. On rank 0;
@@ -464,28 +428,6 @@ static void say_sample(Run* run)
     comm_barrier_idle(&run->comm);
 }
 
-static void log_start(Run* run, const char* model_name)
-{
-    if (!run->flags->out[0] || run->comm.rank != 0) return;
-    char buf[64];
-    folder_make(run->flags->out);
-    log_open(&run->log, run->flags->out, run->step > 0 ? (long long)run->step : -1);
-    fprintf(run->log.f, "{\"run\": ");
-    log_begin(&run->log);
-    log_text(&run->log, "version", VERSION);
-    log_text(&run->log, "device", run->device.name);
-    log_int(&run->log, "num_ranks", run->comm.num_ranks);
-    log_text(&run->log, "model_name", model_name);
-    log_int(&run->log, "num_params", (long long)run->model.shard.num_params);
-    log_int(&run->log, "global_batch", (long long)run->global_batch);
-    log_int(&run->log, "num_steps", (long long)run->num_steps);
-    for (const FlagRow& row : flag_rows)
-        if (strcmp(row.name, "version") != 0) log_text(&run->log, row.name, flag_value(run->flags, &row, buf));
-    log_plan(&run->log, &run->plan);
-    fputc('}', run->log.f);
-    log_end(&run->log);
-}
-
 /* Flags, files and plan: all that can be refused before anything is allocated. Returns the model's name; resume_path is
  * the checkpoint to go on from, or empty. */
 static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
@@ -506,8 +448,11 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->elastic && resume_path[0]) batch_of_checkpoint(run, resume_path);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
     rates_apply(&run->model.shard, f);
-    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G};
+    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
+    run->setting.offloads = strcmp(f->offload, "activations") == 0;
+    if (run->setting.offloads && run->setting.recompute != Recompute::BLOCKS && !f->auto_)
+        die_usage("--offload activations moves the inputs that -r block or -r K keeps: give one of them");
     if (f->auto_) setting_choose(run, device_free_bytes(run));
     if (run->train_set.num_files > 0) open_loaders(run);
     run->config = step_config(run);
@@ -519,7 +464,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     return model_name;
 }
 
-static void run_allocate(Run* run, const char* model_name, const char* resume_path)
+static void run_allocate(Run* run)
 {
     size_t need_bytes = plan_bytes(&run->plan, Place::DEVICE), have_bytes = device_free_bytes(run);
     if (need_bytes > have_bytes) {
@@ -537,10 +482,6 @@ static void run_allocate(Run* run, const char* model_name, const char* resume_pa
         CUDA_CHECK(cudaEventCreate(&run->step_begun[k]));
         CUDA_CHECK(cudaEventCreate(&run->step_ended[k]));
     }
-    const Config* c = &run->model.config;
-    if (resume_path[0]) weights_load(&run->zero, resume_path, c->tied);
-    else if (c->hf_text != nullptr && !run->flags->from_scratch) weights_load(&run->zero, model_name, c->tied);
-    else weights_init(run);
     StepState state = step_state_init(run->config, first_loss_scale(run->flags));
     CUDA_CHECK(cudaMemcpy(run->zero.state, &state, sizeof state, cudaMemcpyHostToDevice));
 }
@@ -555,6 +496,8 @@ static void run_free(Run* run)
     for (cudaEvent_t event : {run->batch_copied[0], run->batch_copied[1], run->step_begun[0], run->step_begun[1],
                               run->step_ended[0], run->step_ended[1]})
         CUDA_CHECK(cudaEventDestroy(event));
+    saver_free(&run->saver);
+    if (run->model.offloads) offload_free(&run->model.inputs);
     zero_free(&run->zero);
     plan_ensure_held(&run->plan, "at the end");
     plan_run_free(run);
@@ -576,10 +519,13 @@ void RUN_ALL(const Flags* f, Comm* comm)
     bool trains = !generates && !exports && !f->eval && !f->plan && !f->given[FLAG_choices];
     char resume_path[4096];
     const char* model_name = run_prepare(run, trains, resume_path);
+    repeat_check(run, VERSION);
     if (trains || f->plan) print_start(run, model_name);
     if (f->plan) return;
     ensure_same_start(run);
-    run_allocate(run, model_name, resume_path);
+    run_allocate(run);
+    if (resume_path[0] && trains) resume(run, resume_path);
+    else weights_start(run, resume_path[0] ? resume_path : model_name, f->from_scratch && !resume_path[0]);
     if (exports) {
         weights_export(&run->zero, f->export_, weights_dtype(f->export_dtype), (size_t)f->shard_bytes,
                        write_small_files, run);
@@ -601,8 +547,9 @@ void RUN_ALL(const Flags* f, Comm* comm)
         evaluate_and_say(run);
     } else {
         signals_begin();
-        if (resume_path[0]) resume(run, resume_path);
-        log_start(run, model_name);
+        save_start(run);
+        log_start(run, VERSION, model_name);
+        record_start(run, VERSION, VERSION_LINE, model_name);
         train(run);
         if (run->has_val && f->sample_tokens > 0 && run->ask != Ask::END && run->num_steps > 0) say_sample(run);
     }
@@ -634,15 +581,6 @@ static void refuse_what_is_not_there(const Flags* f)
     if (modes > 1)
         die_usage("--plan, --eval, --choices, --generate, --prompts and --export are different modes: give one");
 }
-
-#if defined(DEVICE_CUDA)
-#define DEVICE_KIND "cuda"
-#elif defined(DEVICE_EMU)
-#define DEVICE_KIND "emu"
-#else
-#define DEVICE_KIND "cpu"
-#endif
-#define VERSION_LINE VERSION ", compiled " __DATE__ " with " __VERSION__ ", device " DEVICE_KIND
 
 /* The precisions that this binary holds: Makefile's PREC, or this one alone. */
 static const struct { const char* name; decltype(run_all_fp32)* run_all; } precisions[] = {
@@ -683,6 +621,7 @@ int main(int argc, char** argv)
     char have[32];
     die_rank = comm_launcher_rank();
     flags_parse(&flags, argc, argv);
+    cJSON* repeated = repeat_flags(&flags);
     DsConfig config;
     ds_config_read(&config, &flags);
     if (flags.print_config && die_rank == 0) ds_config_print(&config, stdout);
@@ -704,6 +643,7 @@ int main(int argc, char** argv)
     run_all(&flags, &comm);
     comm_free(&comm);
     ds_config_free(&config);
+    cJSON_Delete(repeated);
     return 0;
 }
 #endif

@@ -3,22 +3,33 @@
  *   ENSURE(cond, fmt, ...)   for the world: files, sizes, memory. Always on. Exit code 1.
  *   die(fmt, ...)            the same without a condition
  *   die_usage(fmt, ...)      the command line is wrong. Exit code 2.
+ *   attempt(work, arg, why)  runs work(arg); what it dies of ends the work, not the program
  * assert() is for our own logic. Nothing here knows MPI: zero/comm.h sets the two hooks.  */
 #pragma once
+#include <csetjmp>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <unistd.h>
 
 inline int die_rank = 0; // printed in front of the message; the launcher's rank until comm_init
 inline int die_num_ranks = 1;
 inline void (*die_abort)(int exit_code) = nullptr;   // takes all ranks down (MPI_Abort); null before comm_init
 
+/* Of the attempt that this thread is in: where it began, and the sentence it ends with. */
+typedef struct Attempt { jmp_buf begun; char why[1024]; } Attempt;
+inline thread_local Attempt* attempt_of_thread = nullptr;
+
 #define FORMAT(a, b) __attribute__((format(printf, a, b)))
 
 /* A bad file is seen by all ranks at once. Rank 0 speaks first; the others give it two seconds to end them. */
 [[noreturn]] static inline void die_exit(int exit_code, const char* where, const char* fmt, va_list args)
 {
+    if (Attempt* a = attempt_of_thread) {
+        vsnprintf(a->why, sizeof a->why, fmt, args);
+        longjmp(a->begun, 1);
+    }
     if (die_rank != 0) usleep(2000 * 1000);
     fflush(stdout);
     char line[4096];
@@ -59,6 +70,23 @@ inline void (*die_abort)(int exit_code) = nullptr;   // takes all ranks down (MP
 #define ERROR_STRING(x) ERROR_STRING_(x)
 #define WHERE __FILE__ ":" ERROR_STRING(__LINE__)
 #define ENSURE(cond, ...) do { if (!(cond)) die(__VA_ARGS__); } while (0)
+
+/* Runs work(arg). True if it returned; if it died, false, and its sentence in `why`. Memory and files that it held are
+ * not given back then. For work without a collective, and without a C++ object that needs its destructor. */
+static inline bool attempt(void (*work)(void* arg), void* arg, char (&why)[1024])
+{
+    Attempt a, *outer = attempt_of_thread;
+    bool volatile done = false;
+    attempt_of_thread = &a;
+    if (setjmp(a.begun) == 0) {
+        work(arg);
+        done = true;
+    } else {
+        memcpy(why, a.why, sizeof why);
+    }
+    attempt_of_thread = outer;
+    return done;
+}
 
 static inline void* malloc_checked(size_t size_bytes)
 {

@@ -31,7 +31,7 @@ static inline void folder_remove(const char* path)
     DIR* dir = opendir(path);
     if (dir == nullptr) return;
     for (struct dirent* entry; (entry = readdir(dir)) != nullptr; ) {
-        char file[4096 + 300];
+        char file[4096 + 600];
         snprintf(file, sizeof file, "%s/%s", path, entry->d_name);
         if (entry->d_name[0] != '.') unlink(file);
     }

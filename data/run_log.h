@@ -2,16 +2,23 @@
  *   {"run": {"version": ..., "model": ..., one member per flag}}      first, and again at each resume
  *   {"step": 12, "loss": 3.28251214, "norm": ..., ...}                one a step; units are in the names
  *   {"step": 12, "val_loss": ..., "val_tokens": ...}                  after a validation
- * A number that is not finite is written null. Lines are flushed as they are written. On resume from step s the lines
- * of later steps are dropped, so that the log never holds a step twice. */
+ * A number that is not finite is written null. A line is put together in memory and written at once, so that a kill
+ * leaves no half of one. Where the disk is full lines wait in memory, and training does not. On resume from step s the
+ * lines of later steps are dropped, so that the log never holds a step twice. */
 #pragma once
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <fcntl.h>
+#include <sys/stat.h>
 #include "error.h"
 
 typedef struct RunLog {
-    FILE* f;            // null: nothing is logged
+    FILE* f;            // to `text`; null: nothing is logged
+    char* text;         // what is not in the file yet
+    size_t length;
+    int fd;
+    bool waits;         // the newest write failed
     char path[4096];
     bool first_member;  // of the object being written
 } RunLog;
@@ -58,11 +65,28 @@ static void log_text(RunLog* log, const char* key, const char* value)
     fputc('"', log->f);
 }
 
+/* All that waits, or nothing of it. */
+static void log_write(RunLog* log)
+{
+    struct stat before;
+    ENSURE(fflush(log->f) == 0, "out of host memory for the lines of %s", log->path);
+    ENSURE(fstat(log->fd, &before) == 0, "%s: cannot be examined: %s", log->path, strerror(errno));
+    ssize_t n = write(log->fd, log->text, log->length);
+    bool done = n == (ssize_t)log->length;
+    if (!done && !log->waits)
+        fprintf(stderr, "train_gpt: %s: cannot be written: %s; its lines wait in memory until it can\n", log->path,
+                n < 0 ? strerror(errno) : "there is room for a part only");
+    log->waits = !done;
+    if (done) rewind(log->f);
+    else if (n > 0)
+        ENSURE(ftruncate(log->fd, before.st_size) == 0, "%s: cannot be cut: %s", log->path, strerror(errno));
+}
+
 static void log_end(RunLog* log)
 {
     if (log->f == nullptr) return;
     fputs("}\n", log->f);
-    ENSURE(fflush(log->f) == 0, "%s: cannot be written: %s", log->path, strerror(errno));
+    log_write(log);
 }
 
 /* Opens OUT/log.jsonl to append. Lines of steps after `last_step` are dropped first (a resume goes back to a
@@ -92,12 +116,18 @@ static void log_open(RunLog* log, const char* out, long long last_step)
         ENSURE(fclose(kept) == 0 && rename(kept_path, log->path) == 0, "%s: cannot be written: %s", log->path,
                strerror(errno));
     }
-    log->f = fopen(log->path, "a");
-    ENSURE(log->f != nullptr, "%s: cannot be written: %s", log->path, strerror(errno));
+    log->fd = open(log->path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+    ENSURE(log->fd >= 0, "%s: cannot be written: %s", log->path, strerror(errno));
+    log->f = open_memstream(&log->text, &log->length);
+    ENSURE(log->f != nullptr, "out of host memory for the lines of %s", log->path);
 }
 
 static void log_close(RunLog* log)
 {
-    if (log->f != nullptr) fclose(log->f);
+    if (log->f == nullptr) return;
+    if (log->waits) log_write(log);
+    fclose(log->f);
+    free(log->text);
+    close(log->fd);
     log->f = nullptr;
 }

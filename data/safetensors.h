@@ -74,6 +74,7 @@ typedef struct {
     SafeFile* files;
     size_t num_files;
     char* index;                 // text of the index file of files we write, or null
+    mutable size_t num_read_bytes;   // of tensors
 } SafeTensors;
 
 /* ---------------------------------------------------------------- 16-bit floats */
@@ -386,6 +387,7 @@ static inline SafeWindow safe_map(const SafeTensors* st, const SafeTensor* t, si
     ENSURE(w.map != MAP_FAILED, "%s: %zu bytes at byte %zu cannot be mapped: %s", file->path, need, offset,
            strerror(errno));
     w.bytes = (const unsigned char*)w.map + lead;
+    st->num_read_bytes += need;
     return w;
 }
 

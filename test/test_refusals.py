@@ -147,7 +147,6 @@ ROWS = [
     usage("unknown option '-': --help lists the letters", "-"),
     usage("unknown option '--': did you mean --lr? --help lists all", "--"),
     usage("'' is not an option; options start with '-': did you forget the one before it? --help lists them", ""),
-    usage("--offload is not there yet in this version (CHANGELOG.md says what is): leave it out", "--offload"),
     usage("--tp is not there yet in this version (CHANGELOG.md says what is): leave it out", "--tp", 2),
     usage("--precision fp8: not one of fp32|bf16|fp16; did you mean fp32?", "-p", "fp8"),
     usage("--reduce mico: not one of micro|step; did you mean micro?", "--reduce", "mico"),
@@ -289,11 +288,11 @@ ROWS = [
     refuse('{d}/model/model.safetensors.index.json: says that one.safetensors has the tensor "no.such.tensor", it '
            "does not; the files belong to different models", index({"no.such.tensor": "one.safetensors"})),
     # checkpoints and the run folder
-    refuse("{d}/model/state.json: format 2, have 1: written by a later version of train_gpt",
-           state(format=2), "-m", "", "--resume", "{d}/model"),
+    refuse("{d}/model/state.json: format 3, have 1 and 2: written by a later version of train_gpt",
+           state(format=3), "-m", "", "--resume", "{d}/model"),
     refuse('{d}/model/state.json: has no key "step"', state(step=None), "-m", "", "--resume", "{d}/model"),
-    refuse("{d}/model/state.json: line 1, column 2: the JSON ends too early; the file was cut short",
-           put("model/state.json", "{"), "-m", "", "--resume", "{d}/model"),
+    refuse("{d}/model/state.json: line 1, column 2: the JSON ends too early; the file was cut short; --resume from the "
+           "one before", put("model/state.json", "{"), "-m", "", "--resume", "{d}/model"),
     refuse("{d}/model/optimizer.safetensors: cannot be found; weights are a .safetensors file, its .index.json, or "
            "a folder with model.safetensors or model.safetensors.index.json",
            state(), "-m", "", "--resume", "{d}/model"),

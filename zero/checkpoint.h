@@ -2,12 +2,18 @@
  *   OUT/step_00000010/config.json            the model
  *                     model.safetensors      weights (the fp32 master where there is one), HF names and shapes
  *                     optimizer.safetensors  NAME.m and NAME.v for each tensor, fp32
- *                     state.json             step, data position, counters, what the run was: RunState
+ *                     state.json             step, data position, counters, what the run was: RunState; and checksums
  *                     tokenizer.json         if there is one
- * Every rank writes its slice of each tensor, and reads what its stage keeps: any rank count and stage resumes any
- * other. Written to step_00000010.tmp, synced, renamed: a folder without .tmp is complete. Device memory goes through
- * one bounce buffer. Not handled: ranks that do not share the folder (refused), writing while training goes on. */
+ * Any rank count and stage resumes any other: each rank reads what its stage keeps, and no more. How it is written,
+ * while training goes on, is in save.h. A folder that is called step_N and nothing more is complete.
+ *
+ * Checksums, in state.json, each 16 hex digits:
+ *   "tensors"  of every tensor of both files: tensor_sum (weights.h), the same for any number of ranks
+ *   "files"    size and fnv1a64 of every other file; of a .safetensors file, of its header
+ *   "check"    fnv1a64 of state.json without this line
+ * so that any bit of the folder is looked after. A checkpoint of format 1 has none. */
 #pragma once
+#include "init.h"
 #include "weights.h"
 
 typedef struct RunState {
@@ -23,34 +29,157 @@ typedef struct RunState {
     bool val_due;                       // the validation after this step was cut short
 } RunState;
 
-// ------------------------------------------------------------------------------------------------- device <-> file
-/* fp32 values of device elements `values` (count) into tensor `st` of the file from element `first` on. */
-static void file_from_device(const SafeTensors* files, const SafeTensor* st, size_t first, const float* values,
-                             size_t count, Zero* z)
+/* What is saved of each element, by the suffix of its tensor's name; the weights in a file of their own. */
+enum StateIdx { STATE_WEIGHTS, STATE_M, STATE_V, NUM_STATES };
+static const char* const state_suffixes[NUM_STATES] = {"", ".m", ".v"};
+static const int STATE_NAME_BYTES = 80;
+
+static void state_name(char (&name)[STATE_NAME_BYTES], const Tensor* t, int state)
 {
-    for (size_t done = 0; done < count; ) {
-        size_t n = count - done < BOUNCE_ELEMS ? count - done : BOUNCE_ELEMS;
-        CUDA_CHECK(cudaMemcpyAsync(z->bounce, values + done, n * sizeof(float), cudaMemcpyDeviceToHost, z->compute));
-        CUDA_CHECK(cudaStreamSynchronize(z->compute));
-        safetensors_write_f32(files, st, first + done, n, z->bounce);
-        done += n;
-    }
+    snprintf(name, sizeof name, "%s%s", t->name, state_suffixes[state]);
 }
 
-static void device_from_file(float* values, const SafeTensors* files, const SafeTensor* st, size_t first, size_t count,
-                             Zero* z)
+/* Does the optimizer keep it of tensor t? */
+static bool state_is_kept(const Zero* z, int state, const Tensor* t)
 {
-    for (size_t done = 0; done < count; ) {
-        size_t n = count - done < BOUNCE_ELEMS ? count - done : BOUNCE_ELEMS;
-        safetensors_read_f32(files, st, first + done, n, z->bounce);
-        CUDA_CHECK(cudaMemcpyAsync(values + done, z->bounce, n * sizeof(float), cudaMemcpyHostToDevice, z->compute));
-        CUDA_CHECK(cudaStreamSynchronize(z->compute));
-        done += n;
-    }
+    return state == STATE_WEIGHTS || zero_has_moment(z, state - STATE_M, t);
 }
 
-// -------------------------------------------------------------------------------------------------------- folders
-/* `folder` is a checkpoint, or holds step_* folders: the one with the highest step. A .tmp is never chosen. */
+/* Where this rank keeps element `flat` of unit u. */
+static float* state_at(const Zero* z, int state, int u, size_t flat)
+{
+    if (state == STATE_M) return zero_m_at(z, u, flat);
+    if (state == STATE_V) return zero_v_at(z, u, flat);
+    size_t at = zero_state_first(z, u) + (flat - zero_owned(z, u).first);
+    return z->master ? z->master + at : (float*)zero_own_param(z, u, flat);
+}
+
+// ------------------------------------------------------------------------------------------------------- checksums
+static const int HEX_BYTES = 17;
+
+static const char* hex_text(uint64_t x, char (&text)[HEX_BYTES])
+{
+    snprintf(text, sizeof text, "%016llx", (unsigned long long)x);
+    return text;
+}
+
+/* {"bytes": 12, "hash": "..."} of a file: of all of it, of a .safetensors file of its header. */
+static cJSON* file_print(const char* path)
+{
+    size_t n = strlen(path), suffix = strlen(".safetensors"), length;
+    char hex[HEX_BYTES];
+    char* text;
+    struct stat info;
+    ENSURE(stat(path, &info) == 0, "%s: is missing or cannot be read: %s", path, strerror(errno));
+    if (n > suffix && strcmp(path + n - suffix, ".safetensors") == 0) {
+        SafeFile file = {};
+        file.path = (char*)path;
+        file.num_bytes = (size_t)info.st_size;
+        file.fd = open(path, O_RDONLY | O_CLOEXEC);
+        ENSURE(file.fd >= 0, "%s: cannot be opened: %s", path, strerror(errno));
+        text = safe_read_header(&file, &length);
+        close(file.fd);
+    } else {
+        text = json_read_file(path, &length);
+    }
+    cJSON* print = json_new_object();
+    json_add_int(print, "bytes", (long long)info.st_size);
+    json_add_string(print, "hash", hex_text(fnv1a64(text, length), hex));
+    free(text);
+    return print;
+}
+
+/* Of all files in the folder but state.json. */
+static void add_file_prints(cJSON* j, const char* folder)
+{
+    cJSON* files = json_add_object(j, "files");
+    DIR* dir = opendir(folder);
+    ENSURE(dir != nullptr, "%s: cannot be read: %s", folder, strerror(errno));
+    for (struct dirent* entry; (entry = readdir(dir)) != nullptr; ) {
+        if (entry->d_name[0] == '.' || strcmp(entry->d_name, "state.json") == 0) continue;
+        char path[4096 + 300];
+        snprintf(path, sizeof path, "%s/%s", folder, entry->d_name);
+        cJSON_AddItemToObject(files, entry->d_name, file_print(path));
+    }
+    closedir(dir);
+}
+
+static uint64_t json_hash(const cJSON* j)
+{
+    JsonText t = {};
+    json_text_item(&t, j, 0);
+    uint64_t hash = fnv1a64(t.text, t.length);
+    json_text_free(&t);
+    return hash;
+}
+
+/* state.json, if it and the files it tells of are as they were written; the tensors are not looked at. */
+static cJSON* checkpoint_open(const char* folder)
+{
+    char path[4200], hex[HEX_BYTES];
+    snprintf(path, sizeof path, "%s/state.json", folder);
+    cJSON* j = json_parse_file(path);
+    long long format = json_int(j, "format", 1, JSON_MAX_INT, path);
+    if (format != 2) return j;   // load_counters refuses what is later
+    cJSON* check = cJSON_DetachItemFromObjectCaseSensitive(j, "check");
+    ENSURE(cJSON_IsString(check) && strcmp(check->valuestring, hex_text(json_hash(j), hex)) == 0,
+           "%s: is not as it was written: its checksum is %s, it says %s", path, hex,
+           cJSON_IsString(check) ? check->valuestring : "nothing");
+    cJSON_Delete(check);
+    for (const cJSON* want = json_object(j, "files", path)->child; want != nullptr; want = want->next) {
+        snprintf(path, sizeof path, "%s/%s", folder, want->string);
+        cJSON* have = file_print(path);
+        long long have_bytes = json_int(have, "bytes", 0, JSON_MAX_INT, path);
+        long long want_bytes = json_int(want, "bytes", 0, JSON_MAX_INT, path);
+        ENSURE(have_bytes == want_bytes, "%s: has %lld bytes, was written with %lld", path, have_bytes, want_bytes);
+        ENSURE(cJSON_Compare(have, want, true), "%s: is not as it was written: its checksum is %s, state.json says %s",
+               path, json_string(have, "hash", path), json_string(want, "hash", path));
+        cJSON_Delete(have);
+    }
+    return j;
+}
+
+// ------------------------------------------------------------------------------------------------------- which one
+/* N of "step_N", -1 for any other name. */
+static long long checkpoint_step(const char* name)
+{
+    long long step;
+    int end = 0;
+    return sscanf(name, "step_%lld%n", &step, &end) == 1 && name[end] == 0 ? step : -1;
+}
+
+/* Steps of the complete checkpoints in a run folder, from the newest; returns how many. *steps is to be freed. */
+static int checkpoint_list(const char* out, long long** steps)
+{
+    int count = 0, room = 0;
+    *steps = nullptr;
+    DIR* dir = opendir(out);
+    if (dir == nullptr) return 0;
+    for (struct dirent* entry; (entry = readdir(dir)) != nullptr; ) {
+        long long step = checkpoint_step(entry->d_name);
+        char file[4096 + 300];
+        snprintf(file, sizeof file, "%s/%s/state.json", out, entry->d_name);
+        if (step < 0 || access(file, R_OK) != 0) continue;
+        if (count == room) {
+            room = 2 * room + 8;
+            *steps = (long long*)realloc(*steps, room * sizeof **steps);
+            ENSURE(*steps != nullptr, "out of host memory for %d checkpoints", room);
+        }
+        int i = count++;
+        for (; i > 0 && (*steps)[i - 1] < step; i--) (*steps)[i] = (*steps)[i - 1];
+        (*steps)[i] = step;
+    }
+    closedir(dir);
+    return count;
+}
+
+static void checkpoint_path(char (&path)[4096], const char* out, size_t step, const char* suffix)
+{
+    int n = snprintf(path, sizeof path, "%s/step_%08zu%s", out, step, suffix);
+    ENSURE(n < (int)sizeof path, "%s: the name is too long", out);
+}
+
+/* `folder` is a checkpoint, or holds step_* folders: the one with the highest step. */
 static bool checkpoint_find(const char* folder, char (&path)[4096])
 {
     char file[4200];
@@ -59,37 +188,25 @@ static bool checkpoint_find(const char* folder, char (&path)[4096])
         snprintf(path, sizeof path, "%s", folder);
         return true;
     }
-    DIR* dir = opendir(folder);
-    if (dir == nullptr) return false;
-    long long best = -1;
-    for (struct dirent* entry; (entry = readdir(dir)) != nullptr; ) {
-        long long step;
-        int end = 0;
-        if (sscanf(entry->d_name, "step_%lld%n", &step, &end) != 1 || entry->d_name[end] != 0 || step <= best) continue;
-        snprintf(file, sizeof file, "%s/%s/state.json", folder, entry->d_name);
-        if (access(file, R_OK) != 0) continue;
-        best = step;
-        int n = snprintf(path, sizeof path, "%s/%s", folder, entry->d_name);
-        ENSURE(n < (int)sizeof path, "%s: the name is too long", folder);
-    }
-    closedir(dir);
-    return best >= 0;
+    long long* steps;
+    int count = checkpoint_list(folder, &steps);
+    if (count > 0) checkpoint_path(path, folder, (size_t)steps[0], "");
+    free(steps);
+    return count > 0;
 }
 
-// ----------------------------------------------------------------------------------------------------------- save
-static const char* const optimizer_suffixes[] = {".m", ".v"};
-
-/* Table of the file of optimizer states. Names are owned by the plan. */
-static SafeTensors* plan_moments(const Zero* z, const char* path)
+// ----------------------------------------------------------------------------------------------------------- write
+/* Table of the file of optimizer states. */
+static SafeTensors* optimizer_plan(const Zero* z, const char* path)
 {
     const Shard* s = z->shard;
-    size_t count = (size_t)s->num_tensors * 2, num_kept = 0;
+    size_t count = (size_t)s->num_tensors * (NUM_STATES - STATE_M), num_kept = 0;
     SafeTensor* list = (SafeTensor*)malloc_checked(count * sizeof *list);
-    char (*names)[80] = (char (*)[80])malloc_checked(count * 80);
+    char (*names)[STATE_NAME_BYTES] = (char (*)[STATE_NAME_BYTES])malloc_checked(count * STATE_NAME_BYTES);
     for (const Tensor* t = s->tensors; t < s->tensors + s->num_tensors; t++) {
-        for (int k = 0; k < 2 && tensor_is_first_piece(t); k++) {
-            if (!zero_has_moment(z, k, t)) continue;
-            snprintf(names[num_kept], 80, "%s%s", t->name, optimizer_suffixes[k]);
+        for (int state = STATE_M; state < NUM_STATES && tensor_is_first_piece(t); state++) {
+            if (!state_is_kept(z, state, t)) continue;
+            state_name(names[num_kept], t, state);
             list[num_kept] = tensor_in_file(t, names[num_kept], SafeDtype::F32);
             num_kept++;
         }
@@ -100,38 +217,12 @@ static SafeTensors* plan_moments(const Zero* z, const char* path)
     return files;
 }
 
-/* Where this rank keeps moment `k` of element `flat` of unit u. */
-static float* moment_at(const Zero* z, int k, int u, size_t flat)
+/* folder/state.json, when all other files are there. sums (NUM_STATES, num_tensors): tensor_sum of each. */
+static void state_json_write(const RunState* s, const Zero* z, const uint64_t* sums, const char* folder)
 {
-    return k == 0 ? zero_m_at(z, u, flat) : zero_v_at(z, u, flat);
-}
-
-/* One rank creates, all write their slices, all sync. */
-static void write_moments(Zero* z, const char* path)
-{
-    const Shard* s = z->shard;
-    SafeTensors* files = plan_moments(z, path);
-    if (z->comm->rank == 0) safetensors_create_files(files);
-    comm_barrier(z->comm);
-    if (z->comm->rank != 0) safetensors_open_files(files);
-    for (int i = 0; i < 2 * s->num_tensors; i++) {
-        const Tensor* t = &s->tensors[i / 2];
-        Range part = tensor_part(t, shard_slice(s, t->unit, z->comm->rank));
-        if (part.count == 0 || !zero_has_moment(z, i % 2, t)) continue;
-        char name[80];
-        snprintf(name, sizeof name, "%s%s", t->name, optimizer_suffixes[i % 2]);
-        file_from_device(files, safetensors_get(files, name), tensor_file_place(t, part.first),
-                         moment_at(z, i % 2, t->unit, part.first), part.count, z);
-    }
-    safetensors_sync(files);
-    safetensors_close(files);
-    comm_barrier(z->comm);
-}
-
-static void run_state_write(const RunState* s, const Zero* z, const char* path)
-{
+    char path[4200], name[STATE_NAME_BYTES], hex[HEX_BYTES];
     cJSON* j = json_new_object();
-    json_add_int(j, "format", 1);
+    json_add_int(j, "format", 2);
     json_add_int(j, "step", (long long)s->step);
     json_add_int(j, "position_windows", (long long)s->position_windows);
     json_add_int(j, "num_applied", (long long)s->num_applied);
@@ -150,49 +241,71 @@ static void run_state_write(const RunState* s, const Zero* z, const char* path)
     json_add_float(spikes, "loss_variance", s->spikes.loss.variance);
     json_add_float(spikes, "norm_mean", s->spikes.norm.mean);
     json_add_float(spikes, "norm_variance", s->spikes.norm.variance);
-    if (s->val_due) json_add_bool(j, "val_due", true);
     json_add_int(j, "num_ranks", z->comm->num_ranks);
     json_add_int(j, "zero_stage", z->stage);
+    if (s->val_due) json_add_bool(j, "val_due", true);
     json_add_string(j, "optimizer", z->optimizer->name);
     json_add_string(j, "precision", FLOATX_NAME);
+    add_file_prints(j, folder);
+    cJSON* tensors = json_add_object(j, "tensors");
+    for (int state = 0; state < NUM_STATES; state++) {
+        for (int i = 0; i < z->shard->num_tensors; i++) {
+            const Tensor* t = &z->shard->tensors[i];
+            if (!tensor_is_first_piece(t) || !state_is_kept(z, state, t)) continue;
+            state_name(name, t, state);
+            json_add_string(tensors, name, hex_text(sums[state * z->shard->num_tensors + i], hex));
+        }
+    }
+    json_add_string(j, "check", hex_text(json_hash(j), hex));
+    snprintf(path, sizeof path, "%s/state.json", folder);
     json_write_file(path, j);
     cJSON_Delete(j);
 }
 
-/* Writes OUT/step_N. `small_files(folder, context)` adds config.json and the tokenizer, on rank 0. path: what was made.
- * An existing folder of that name is refused. */
-static void checkpoint_save(Zero* z, const char* out, const RunState* state,
-                            void (*small_files)(const char* folder, void* context), void* context, char (&path)[4096])
+// ------------------------------------------------------------------------------------------------------------ load
+typedef struct CheckpointLoad {
+    Zero* zero;
+    const char* folder;
+    bool tied, weights_only;
+    uint64_t* sums;         // (NUM_STATES, num_tensors) of what this rank has read, then of all
+    RunState* state;
+    cJSON* json;            // state.json
+    size_t read_bytes;
+} CheckpointLoad;
+
+static void load_counters(const CheckpointLoad* l)
 {
-    char temporary[4096], file[4200];
-    snprintf(path, sizeof path, "%s/step_%08zu", out, state->step);
-    int n = snprintf(temporary, sizeof temporary, "%s.tmp", path);
-    ENSURE(n < (int)sizeof temporary, "%s: the name is too long", out);
-    if (z->comm->rank == 0) {
-        ENSURE(access(path, F_OK) != 0, "%s exists and is not overwritten: move it away, or take another -o", path);
-        folder_make(out);
-        folder_remove(temporary);
-        folder_make(temporary);
-    }
-    comm_barrier(z->comm);
-    ENSURE(access(temporary, F_OK) == 0, "%s is not seen by rank %d: -o must be a folder that all hosts share",
-           temporary, z->comm->rank);
-    snprintf(file, sizeof file, "%s/model.safetensors", temporary);
-    weights_write(z, file, SafeDtype::F32, MAX_FILE_BYTES);
-    snprintf(file, sizeof file, "%s/optimizer.safetensors", temporary);
-    write_moments(z, file);
-    if (z->comm->rank == 0) {
-        small_files(temporary, context);
-        snprintf(file, sizeof file, "%s/state.json", temporary);
-        run_state_write(state, z, file);
-        folder_sync(temporary);
-        ENSURE(rename(temporary, path) == 0, "%s: cannot be renamed to %s: %s", temporary, path, strerror(errno));
-        folder_sync(out);
-    }
-    comm_barrier(z->comm);
+    RunState* s = l->state;
+    const cJSON* j = l->json;
+    char path[4200];
+    snprintf(path, sizeof path, "%s/state.json", l->folder);
+    long long format = json_int(j, "format", 1, JSON_MAX_INT, path);
+    ENSURE(format <= 2, "%s: format %lld, have 1 and 2: written by a later version of train_gpt", path, format);
+    const char *was = json_string_or(j, "optimizer", "adamw", path), *is = l->zero->optimizer->name;
+    ENSURE(strcmp(was, is) == 0, "%s: was trained with --optimizer %s, now %s, whose states are others: give "
+           "--optimizer %s, or start anew from its weights with -m %s", path, was, is, was, l->folder);
+    *s = RunState{};
+    s->step = (size_t)json_int(j, "step", 0, JSON_MAX_INT, path);
+    s->position_windows = (size_t)json_int(j, "position_windows", 0, JSON_MAX_INT, path);
+    s->num_applied = (size_t)json_int(j, "num_applied", 0, JSON_MAX_INT, path);
+    s->num_skipped = (size_t)json_int(j, "num_skipped", 0, JSON_MAX_INT, path);
+    s->loss_scale = json_float_or(j, "loss_scale", 0, 0, 1e300, path);
+    s->has_loss_scale = s->loss_scale > 0;
+    s->num_good_steps = (int)json_int_or(j, "num_good_steps", 0, 0, INT_MAX, path);
+    s->hysteresis_left = (int)json_int_or(j, "hysteresis_left", 0, 0, INT_MAX, path);
+    s->seed = (unsigned long long)json_int(j, "seed", 0, JSON_MAX_INT, path);
+    s->seq_len = (size_t)json_int(j, "seq_len", 1, JSON_MAX_INT, path);
+    s->global_batch = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);
+    s->val_due = json_bool_or(j, "val_due", false, path);
+    if (!json_has(j, "spikes")) return;
+    const cJSON* spikes = json_object(j, "spikes", path);
+    s->spikes.num_seen = (unsigned long long)json_int(spikes, "num_seen", 0, JSON_MAX_INT, path);
+    s->spikes.loss = Series{json_float(spikes, "loss_mean", -1e300, 1e300, path),
+                            json_float(spikes, "loss_variance", 0, 1e300, path)};
+    s->spikes.norm = Series{json_float(spikes, "norm_mean", -1e300, 1e300, path),
+                            json_float(spikes, "norm_variance", 0, 1e300, path)};
 }
 
-// ----------------------------------------------------------------------------------------------------------- load
 /* The global batch of the run that the checkpoint is of. */
 static size_t checkpoint_global_batch(const char* folder)
 {
@@ -204,58 +317,84 @@ static size_t checkpoint_global_batch(const char* folder)
     return batch;
 }
 
-/* The moments of what this rank updates, and the counters, from a checkpoint. */
-static RunState checkpoint_load_state(Zero* z, const char* folder)
+/* The optimizer states of what this rank updates. */
+static void load_optimizer(CheckpointLoad* l)
 {
-    char path[4200];
-    snprintf(path, sizeof path, "%s/state.json", folder);
-    cJSON* j = json_parse_file(path);
-    long long format = json_int(j, "format", 1, JSON_MAX_INT, path);
-    ENSURE(format == 1, "%s: format %lld, have 1: written by a later version of train_gpt", path, format);
-    RunState state = {};
-    state.step = (size_t)json_int(j, "step", 0, JSON_MAX_INT, path);
-    state.position_windows = (size_t)json_int(j, "position_windows", 0, JSON_MAX_INT, path);
-    state.num_applied = (size_t)json_int(j, "num_applied", 0, JSON_MAX_INT, path);
-    state.num_skipped = (size_t)json_int(j, "num_skipped", 0, JSON_MAX_INT, path);
-    state.loss_scale = json_float_or(j, "loss_scale", 0, 0, 1e300, path);
-    state.has_loss_scale = state.loss_scale > 0;
-    state.num_good_steps = (int)json_int_or(j, "num_good_steps", 0, 0, INT_MAX, path);
-    state.hysteresis_left = (int)json_int_or(j, "hysteresis_left", 0, 0, INT_MAX, path);
-    state.seed = (unsigned long long)json_int(j, "seed", 0, JSON_MAX_INT, path);
-    const char* optimizer = json_string_or(j, "optimizer", "adamw", path);
-    ENSURE(strcmp(optimizer, z->optimizer->name) == 0,
-           "%s: was trained with --optimizer %s, now %s, whose states are others: give --optimizer %s, or start anew "
-           "from its weights with -m %s", path, optimizer, z->optimizer->name, optimizer, folder);
-    state.seq_len = (size_t)json_int(j, "seq_len", 1, JSON_MAX_INT, path);
-    state.global_batch = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);
-    if (json_has(j, "spikes")) {
-        const cJSON* spikes = json_object(j, "spikes", path);
-        state.spikes.num_seen = (unsigned long long)json_int(spikes, "num_seen", 0, JSON_MAX_INT, path);
-        state.spikes.loss = Series{json_float(spikes, "loss_mean", -1e300, 1e300, path),
-                                   json_float(spikes, "loss_variance", 0, 1e300, path)};
-        state.spikes.norm = Series{json_float(spikes, "norm_mean", -1e300, 1e300, path),
-                                   json_float(spikes, "norm_variance", 0, 1e300, path)};
-    }
-    state.val_due = json_bool_or(j, "val_due", false, path);
-    cJSON_Delete(j);
-
+    Zero* z = l->zero;
     const Shard* s = z->shard;
-    snprintf(path, sizeof path, "%s/optimizer.safetensors", folder);
+    char path[4200], name[STATE_NAME_BYTES];
+    snprintf(path, sizeof path, "%s/optimizer.safetensors", l->folder);
     SafeTensors* files = safetensors_open(path);
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
         Range part = tensor_part(t, zero_owned(z, t->unit));
-        if (part.count == 0) continue;
-        for (int k = 0; k < 2; k++) {
-            if (!zero_has_moment(z, k, t)) continue;
-            char name[80];
-            snprintf(name, sizeof name, "%s%s", t->name, optimizer_suffixes[k]);
+        for (int state = STATE_M; state < NUM_STATES && part.count > 0; state++) {
+            state_name(name, t, state);
+            if (!state_is_kept(z, state, t)) continue;
             const SafeTensor* st = safetensors_get(files, name);
             ensure_shape(files, st, t);
-            device_from_file(moment_at(z, k, t->unit, part.first), files, st,
-                             tensor_file_place(t, part.first), part.count, z);
+            for (size_t done = 0, n; done < part.count; done += n) {
+                n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
+                size_t first = tensor_file_place(t, part.first) + done;
+                safetensors_read_f32(files, st, first, n, z->bounce);
+                l->sums[state * s->num_tensors + tensor_first_piece(s, i)] += tensor_sum(z->bounce, first, n);
+                CUDA_CHECK(cudaMemcpyAsync(state_at(z, state, t->unit, part.first + done), z->bounce, n * sizeof(float),
+                                           cudaMemcpyHostToDevice, z->compute));
+                CUDA_CHECK(cudaStreamSynchronize(z->compute));
+            }
         }
     }
+    l->read_bytes += files->num_read_bytes;
     safetensors_close(files);
-    return state;
+}
+
+static void load_open(void* arg)
+{
+    CheckpointLoad* l = (CheckpointLoad*)arg;
+    l->json = checkpoint_open(l->folder);
+}
+
+static void load_verify(void* arg)
+{
+    const CheckpointLoad* l = (const CheckpointLoad*)arg;
+    if (json_int(l->json, "format", 1, 2, l->folder) == 1) return;
+    const cJSON* tensors = json_object(l->json, "tensors", l->folder);
+    const Shard* s = l->zero->shard;
+    char name[STATE_NAME_BYTES], hex[HEX_BYTES];
+    for (int state = 0; state < (l->weights_only ? 1 : (int)NUM_STATES); state++) {
+        for (int i = 0; i < s->num_tensors; i++) {
+            const Tensor* t = &s->tensors[i];
+            if (!tensor_is_first_piece(t) || !state_is_kept(l->zero, state, t)) continue;
+            state_name(name, t, state);
+            const char* want = json_string(tensors, name, l->folder);
+            ENSURE(strcmp(want, hex_text(l->sums[state * s->num_tensors + i], hex)) == 0,
+                   "%s/%s.safetensors: tensor %s is not as it was written: its checksum is %s, state.json says %s",
+                   l->folder, state == STATE_WEIGHTS ? "model" : "optimizer", name, hex, want);
+        }
+    }
+}
+
+/* Weights, and unless state is null optimizer states and counters, from a checkpoint, each rank its own. False, with a
+ * sentence in `why`, the same on every rank, if it is damaged; what was read is then of no use. One that is whole but
+ * of another model or optimizer is refused. read_bytes: of tensors, by this rank. */
+static bool checkpoint_load(Zero* z, const char* folder, bool tied, RunState* state, size_t* read_bytes,
+                            char (&why)[1024])
+{
+    CheckpointLoad l = {z, folder, tied, state == nullptr, nullptr, state, nullptr, 0};
+    size_t num_sums = (size_t)NUM_STATES * z->shard->num_tensors;
+    l.sums = (uint64_t*)malloc_checked(num_sums * sizeof *l.sums);
+    memset(l.sums, 0, num_sums * sizeof *l.sums);
+    bool well = comm_all_well(z->comm, attempt(load_open, &l, why), why);
+    if (well) l.read_bytes = weights_read(z, folder, tied, l.sums);
+    if (well && state != nullptr) {
+        load_counters(&l);
+        load_optimizer(&l);
+    }
+    if (well && zero_slices_states(z)) comm_sum_host(z->comm, l.sums, num_sums);
+    well = well && comm_all_well(z->comm, attempt(load_verify, &l, why), why);
+    if (well) zero_params_loaded(z);
+    *read_bytes = l.read_bytes;
+    cJSON_Delete(l.json);
+    free(l.sums);
+    return well;
 }

@@ -204,6 +204,40 @@ static double comm_max_host(const Comm* c, double x)
     return x;
 }
 
+/* x (n) = sum over ranks, in place. */
+static void comm_sum_host(const Comm* c, uint64_t* x, size_t n)
+{
+    if (c->num_ranks == 1) return;
+#ifndef NO_MPI
+    MPI_CHECK(MPI_Allreduce(MPI_IN_PLACE, x, (int)n, MPI_UINT64_T, MPI_SUM, MPI_COMM_WORLD));
+#else
+    (void)x; (void)n;
+#endif
+}
+
+/* all (R, size_bytes) = every rank's `own`, on rank 0. */
+static void comm_gather_host(const Comm* c, void* all, const void* own, size_t size_bytes)
+{
+    if (c->num_ranks == 1) memcpy(all, own, size_bytes);
+#ifndef NO_MPI
+    else
+        MPI_CHECK(MPI_Gather(own, (int)size_bytes, MPI_BYTE, all, (int)size_bytes, MPI_BYTE, 0, MPI_COMM_WORLD));
+#endif
+}
+
+/* Is all well on every rank? If not, `why` is that of the first rank where it is not, on all of them. */
+static bool comm_all_well(const Comm* c, bool well, char (&why)[1024])
+{
+    int first = -(int)comm_max_host(c, well ? -c->num_ranks : -c->rank);
+#ifndef NO_MPI
+    if (c->num_ranks > 1 && first < c->num_ranks)
+        MPI_CHECK(MPI_Bcast(why, sizeof why, MPI_BYTE, first, MPI_COMM_WORLD));
+#else
+    (void)why;
+#endif
+    return first == c->num_ranks;
+}
+
 /* All ranks must have come with the same value: command line, data, order of collectives. */
 static void comm_ensure_same(const Comm* c, uint64_t value, const char* what)
 {

@@ -62,6 +62,15 @@ static inline size_t tensor_elems(const Tensor* t) { return t->shape[0] * t->sha
 /* A tensor that is not cut is its first piece. */
 static inline bool tensor_is_first_piece(const Tensor* t) { return t->file_first_row == 0; }
 
+/* Which tensor is the first piece of the whole that tensor t_idx is a piece of. */
+static inline int tensor_first_piece(const Shard* s, int t_idx)
+{
+    int first = t_idx;
+    if (!tensor_is_first_piece(&s->tensors[t_idx]))
+        for (first = 0; strcmp(s->tensors[first].name, s->tensors[t_idx].name) != 0; first++) {}
+    return first;
+}
+
 /* The place of element `flat` of the flat space in the whole tensor, as the file has it. */
 static inline size_t tensor_file_place(const Tensor* t, size_t flat)
 {

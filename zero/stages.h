@@ -11,8 +11,8 @@
  * Rank r updates slice r of every unit (shard.h). The printed norm is summed by slices at every stage, so that it has
  * the same bits at all stages. Rajbhandari et al. 2020, arXiv:1910.02054.
  *
- * Streams: compute does forward, backward and the optimizer; reduce carries gradients; gather carries parameters. Edges
- * go through stream_wait. Without overlap all three are one. Units are sent in buckets (buckets.h).
+ * Streams: compute does forward, backward and the optimizer; reduce carries gradients; gather carries parameters; d2h
+ * what is saved. Edges go through stream_wait. Without overlap all are one. Units are sent in buckets (buckets.h).
  * Nothing here knows a transformer: the model says zero_params_begin(u) before it uses unit u's parameters, and
  * zero_gradient_begin(u), adds its gradients, zero_gradient_end(u). */
 #pragma once
@@ -82,6 +82,8 @@ typedef struct Zero {
     unsigned long long* hash;   // (1)
     float* bounce;              // (BOUNCE_ELEMS) pinned: between files and the device
     cudaStream_t compute, reduce, gather;
+    cudaStream_t d2h;           // states to the host, for a checkpoint (save.h)
+    cudaEvent_t states_copied;  // d2h -> compute: they may change again
     cudaEvent_t edge;           // of stream_wait where nothing else remembers the place
     cudaEvent_t grad_ring_free[RING_SIZE];   // reduce -> compute: the ring buffer may be overwritten
     cudaEvent_t* params_ready;  // (param buckets) gather -> compute: the bucket's parameters are whole
@@ -310,12 +312,13 @@ static void zero_place_grad_parts(Zero* z)
 static void zero_start(Zero* z)
 {
     CUDA_CHECK(cudaStreamCreateWithFlags(&z->compute, cudaStreamNonBlocking));
-    z->reduce = z->gather = z->compute;
+    z->reduce = z->gather = z->d2h = z->compute;
     if (z->overlap)
-        for (cudaStream_t* stream : {&z->reduce, &z->gather})
+        for (cudaStream_t* stream : {&z->reduce, &z->gather, &z->d2h})
             CUDA_CHECK(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
-    for (cudaEvent_t* event : {&z->edge, &z->grad_ring_free[0], &z->grad_ring_free[1]})
+    for (cudaEvent_t* event : {&z->edge, &z->states_copied, &z->grad_ring_free[0], &z->grad_ring_free[1]})
         CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventRecord(z->states_copied, z->d2h));
     for (int k = 0; k < RING_SIZE; k++) {
         CUDA_CHECK(cudaEventRecord(z->grad_ring_free[k], z->reduce));
         z->held[k] = -1;
@@ -331,12 +334,12 @@ static void zero_start(Zero* z)
 
 static void zero_free(Zero* z)
 {
-    for (cudaEvent_t event : {z->edge, z->grad_ring_free[0], z->grad_ring_free[1]})
+    for (cudaEvent_t event : {z->edge, z->states_copied, z->grad_ring_free[0], z->grad_ring_free[1]})
         CUDA_CHECK(cudaEventDestroy(event));
     for (int b = 0; b < z->param_buckets.num_buckets; b++) CUDA_CHECK(cudaEventDestroy(z->params_ready[b]));
     CUDA_CHECK(cudaStreamDestroy(z->compute));
     if (z->overlap)
-        for (cudaStream_t stream : {z->reduce, z->gather}) CUDA_CHECK(cudaStreamDestroy(stream));
+        for (cudaStream_t stream : {z->reduce, z->gather, z->d2h}) CUDA_CHECK(cudaStreamDestroy(stream));
     free(z->params_ready);
     free(z->unit_grads);
     free(z->unit_params);

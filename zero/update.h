@@ -218,6 +218,7 @@ static void zero_step_end(Zero* z, StepConfig config, OptimizerConfig optimizer,
     step_state_update(z->state, z->step_sums, config, z->compute);
     nonfinite_find(z->found + slot * shard->num_tensors, z->grad_parts, shard->num_tensors, z->state, z->compute);
     CUDA_CHECK(cudaMemcpyAsync(&z->h_state[slot], z->state, sizeof(StepState), cudaMemcpyDeviceToHost, z->compute));
+    CUDA_CHECK(cudaStreamWaitEvent(z->compute, z->states_copied, 0));   // what is being saved is on the host
     if (optimizer.optimizer == Optimizer::LAMB) lamb_begin(z, optimizer);
     if (optimizer.optimizer == Optimizer::MUON) muon_begin(z, optimizer);
     const Buckets* buckets = &z->param_buckets;

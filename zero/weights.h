@@ -87,8 +87,24 @@ static bool weight_is_ignored(const char* name, bool tied)
     return tied && strcmp(name, "lm_head.weight") == 0;
 }
 
-/* The weights from the folder's model.safetensors: each rank reads what it updates, whole units are gathered. */
-static void weights_load(Zero* z, const char* folder, bool tied)
+/* A checksum: the sum over elements of a hash of place and bits, so that it is the same however a tensor is cut. Its
+ * part from element `first` on. */
+static uint64_t tensor_sum(const float* values, size_t first, size_t count)
+{
+    uint64_t sum = 0;
+    #pragma omp simd reduction(+:sum)
+    for (size_t i = 0; i < count; i++) {
+        unsigned word;
+        memcpy(&word, &values[i], sizeof word);
+        sum += state_hash_mix(first + i, word);
+    }
+    return sum;
+}
+
+/* The weights of what this rank updates from the folder's model.safetensors; whole units are not gathered yet. Adds
+ * tensor_sum of what was read to sums (num_tensors; pieces to their first), unless it is null. Returns the bytes read
+ * of tensors. */
+static size_t weights_read(Zero* z, const char* folder, bool tied, uint64_t* sums)
 {
     const Shard* s = z->shard;
     SafeTensors* files = safetensors_open(folder);
@@ -101,7 +117,9 @@ static void weights_load(Zero* z, const char* folder, bool tied)
         Range part = tensor_part(t, zero_owned(z, t->unit));
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
-            safetensors_read_f32(files, st, tensor_file_place(t, part.first) + done, n, z->bounce);
+            size_t first = tensor_file_place(t, part.first) + done;
+            safetensors_read_f32(files, st, first, n, z->bounce);
+            if (sums != nullptr) sums[tensor_first_piece(s, i)] += tensor_sum(z->bounce, first, n);
             weights_from_host(z, t->unit, part.first + done, z->bounce, n);
             done += n;
         }
@@ -113,7 +131,15 @@ static void weights_load(Zero* z, const char* folder, bool tied)
             known = find_weight(files, s->tensors[k].name) == &files->tensors[i];
         ENSURE(known, "%s: holds tensor %s, which the model of config.json does not have", files->path, name);
     }
+    size_t read_bytes = files->num_read_bytes;
     safetensors_close(files);
+    return read_bytes;
+}
+
+/* The weights from a folder, on every rank. */
+static void weights_load(Zero* z, const char* folder, bool tied)
+{
+    weights_read(z, folder, tied, nullptr);
     zero_params_loaded(z);
 }
 

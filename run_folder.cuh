@@ -1,0 +1,284 @@
+/* run_folder.cuh: what a run leaves behind and goes on from: OUT/run.json, log.jsonl, step_*, and the model's
+ * config.json and tokenizer.json.
+ *   save           at a step boundary: a checkpoint is begun       save_poll   at every later one: it gets further
+ *   save_now       a checkpoint of this step, and waits until it is on the disk
+ *   choose_resume  where --resume points                           resume      goes on from there
+ *   record_start   OUT/run.json                                    log_start   the log's first line
+ *   repeat_check   is this machine like that of the run to repeat? repeat_say  was it the same to the last bit? */
+#pragma once
+#include "run.cuh"
+#include "run_record.h"
+#include "zero/save.h"
+
+// ------------------------------------------------------------------------------------------------------------ save
+/* config.json and tokenizer.json into a checkpoint or an export. */
+static void write_small_files(const char* folder, void* context)
+{
+    Run* run = (Run*)context;
+    char file[4200];
+    snprintf(file, sizeof file, "%s/config.json", folder);
+    config_write(&run->model.config, file, run->flags->export_dtype);
+    snprintf(file, sizeof file, "%s/tokenizer.json", folder);
+    if (run->tokenizer_path[0]) file_copy(file, run->tokenizer_path);
+}
+
+/* The same before a checkpoint is complete: the log is on the disk as far as the checkpoint is. */
+static void write_checkpoint_files(const char* folder, void* context)
+{
+    const RunLog* log = &((Run*)context)->log;
+    if (log->f != nullptr) ENSURE(fsync(log->fd) == 0, "%s: cannot be synced: %s", log->path, strerror(errno));
+    write_small_files(folder, context);
+}
+
+static void save_say(Run* run)
+{
+    const Saver* s = &run->saver;
+    if (!s->failed) {
+        SAY("saved %s in %.2f s\n", s->path, watch_now_s() - s->begun_s);
+        return;
+    }
+    char newest[4096];
+    if (!checkpoint_find(run->flags->out, newest)) snprintf(newest, sizeof newest, "none");
+    bool goes_on = strcmp(run->flags->on_save_error, "continue") == 0 && s->state.step < run->num_steps &&
+                   run->ask != Ask::END;
+    if (!goes_on) die("%s is not saved: %s; the newest checkpoint is %s", s->path, s->why, newest);
+    if (run->comm.rank == 0)
+        fprintf(stderr, "train_gpt: %s is not saved: %s; the newest checkpoint is %s; training goes on "
+                "(--on-save-error stop ends it)\n", s->path, s->why, newest);
+}
+
+/* On every rank at every step boundary: what is being saved gets further, or to its end. */
+static void save_poll(Run* run, bool wait)
+{
+    if (run->saver.phase == SavePhase::NONE) return;
+    if (wait) saver_wait(&run->saver);
+    else saver_poll(&run->saver);
+    if (run->saver.phase == SavePhase::NONE) save_say(run);
+}
+
+/* Begins to save the step that is done; its result must have been seen (finish_step). */
+static void save(Run* run)
+{
+    save_poll(run, true);
+    const StepState* last = &run->zero.h_state[(run->step - 1) % STEPS_IN_FLIGHT];
+    RunState state = {};
+    state.step = run->step;
+    state.position_windows = loader_position(run->train);
+    state.seed = (unsigned long long)run->flags->seed;
+    state.seq_len = run->T;
+    state.global_batch = run->global_batch;
+    state.val_due = run->val_due;
+    state.num_applied = last->num_applied;
+    state.num_skipped = last->num_skipped;
+    state.spikes = last->spikes;
+    state.has_loss_scale = is_fp16();
+    state.loss_scale = last->loss_scale;
+    state.num_good_steps = last->num_good_steps;
+    state.hysteresis_left = last->hysteresis_left;
+    saver_begin(&run->saver, &state);
+}
+
+/* This step is on the disk when it returns, unless it returns false. Needs -o. */
+static bool save_now(Run* run)
+{
+    const Saver* s = &run->saver;
+    if (s->state.step != run->step || s->failed) save(run);
+    save_poll(run, true);
+    return !s->failed;
+}
+
+static void save_start(Run* run)
+{
+    const Flags* f = run->flags;
+    if (!f->out[0]) return;
+    SaverConfig config = {f->out, (size_t)f->keep, (size_t)f->keep_every, write_checkpoint_files, run};
+    saver_start(&run->saver, &config, run->step);
+}
+
+// ---------------------------------------------------------------------------------------------------------- resume
+static bool resumes_automatically(const Run* run) { return strcmp(run->flags->resume, "auto") == 0; }
+
+static void check_checkpoint(void* folder) { cJSON_Delete(checkpoint_open((const char*)folder)); }
+
+/* Rank 0: a damaged checkpoint is kept under another name, for whoever wants to look. */
+static void set_aside(const Run* run, const char* folder, const char* why)
+{
+    char damaged[4200];
+    snprintf(damaged, sizeof damaged, "%s.damaged", folder);
+    ENSURE(rename(folder, damaged) == 0, "%s; it cannot be renamed to %s: %s", why, damaged, strerror(errno));
+    SAY("damaged %s\n        set aside as %s: going back to the one before\n", why, damaged);
+}
+
+/* Where `--resume` points: a checkpoint, or the newest complete one of a run folder; `auto` passes over what is
+ * damaged. Empty if there is none. Rank 0 looks. */
+static void choose_resume(Run* run, char (&path)[4096])
+{
+    const Flags* f = run->flags;
+    path[0] = 0;
+    if (!f->resume[0]) return;
+    bool automatic = resumes_automatically(run);
+    if (automatic && !f->out[0]) die_usage("--resume auto looks into the folder of -o: give -o");
+    const char* folder = automatic ? f->out : f->resume;
+    if (run->comm.rank == 0) {
+        bool found, passed_over = false;
+        char why[1024];
+        while ((found = checkpoint_find(folder, path)) && automatic && !attempt(check_checkpoint, path, why)) {
+            set_aside(run, path, why);
+            passed_over = true;
+        }
+        ENSURE(found || (automatic && !passed_over), passed_over ? "--resume %s: every checkpoint there is damaged" :
+               "--resume %s: no complete checkpoint there (a folder with state.json, or step_* folders of that kind)",
+               folder);
+    }
+    comm_broadcast_host(&run->comm, path, sizeof path);
+}
+
+/* How many windows are left decides the number of steps, where no -n does. */
+static void resume_batch(Run* run, const RunState* state)
+{
+    if (state->global_batch == run->global_batch) return;
+    SAY("        the global batch is %zu, was %zu\n", run->global_batch, state->global_batch);
+    if (run->flags->given[FLAG_steps]) return;
+    size_t end = run->train->config.limit_windows, position = state->position_windows;
+    run->num_steps = run->step + ceil_div(end > position ? end - position : 0, run->global_batch);
+    run->config = step_config(run);
+}
+
+/* Weights, optimizer states and counters from a checkpoint; with --resume auto from the newest that is whole. */
+static void resume(Run* run, char (&folder)[4096])
+{
+    RunState state;
+    size_t read_bytes;
+    char why[1024];
+    while (!checkpoint_load(&run->zero, folder, run->model.config.tied, &state, &read_bytes, why)) {
+        if (!resumes_automatically(run)) die("%s; --resume from the one before", why);
+        if (run->comm.rank == 0) set_aside(run, folder, why);
+        choose_resume(run, folder);
+        ENSURE(folder[0], "--resume %s: every checkpoint there is damaged", run->flags->out);
+    }
+    StepState device_state = step_state_init(run->config, first_loss_scale(run->flags));
+    device_state.num_applied = state.num_applied;
+    device_state.num_skipped = state.num_skipped;
+    device_state.spikes = state.spikes;
+    if (run->config.dynamic_loss_scale && state.has_loss_scale) {
+        device_state.loss_scale = state.loss_scale;
+        device_state.num_good_steps = state.num_good_steps;
+        device_state.hysteresis_left = state.hysteresis_left;
+    }
+    CUDA_CHECK(cudaMemcpy(run->zero.state, &device_state, sizeof device_state, cudaMemcpyHostToDevice));
+    run->step = state.step;
+    run->val_due = state.val_due;
+    ENSURE(state.seq_len == (size_t)run->T,
+           "%s: was trained with -t %zu, now -t %d: the data position counts windows of that length; give -t %zu",
+           folder, state.seq_len, run->T, state.seq_len);
+    loader_seek(run->train, state.position_windows);
+    double most = comm_max_host(&run->comm, (double)read_bytes);
+    double least = -comm_max_host(&run->comm, -(double)read_bytes);
+    SAY("resume  %s: step %zu, window %zu | %.0f to %.0f bytes of tensors read by each rank\n", folder, state.step,
+        state.position_windows, least, most);
+    if (state.seed != (unsigned long long)run->flags->seed)
+        SAY("        --seed is %lld, was %llu: the order of the data changes here\n", (long long)run->flags->seed,
+            state.seed);
+    resume_batch(run, &state);
+}
+
+// ------------------------------------------------------------------------------------------------- run.json, repeat
+/* Where a new run begins. All ranks, for the list of their hosts. */
+static void record_start(Run* run, const char* version, const char* build, const char* model_name)
+{
+    const Flags* f = run->flags;
+    typedef struct { char text[160]; } Where;
+    Where own = {}, *all = (Where*)malloc_checked(run->comm.num_ranks * sizeof *all);
+    char host[64] = "", path[4096], started[32];
+    gethostname(host, sizeof host - 1);
+    snprintf(own.text, sizeof own.text, "%s, %.80s", host, run->device.name);
+    comm_gather_host(&run->comm, all, &own, sizeof own);
+    if (f->out[0] && run->comm.rank == 0 && !path_exists(f->out, "run.json", path)) {
+        time_t now = time(nullptr);
+        strftime(started, sizeof started, "%Y-%m-%dT%H:%M:%SZ", gmtime(&now));
+        bool model_is_here = run->model.config.hf_text != nullptr && f->from_scratch;
+        cJSON* j = json_new_object();
+        json_add_string(j, "version", version);
+        json_add_string(j, "build", build);
+        json_add_string(j, "started", started);
+        json_add_int(j, "num_ranks", run->comm.num_ranks);
+        cJSON* ranks = json_add_array(j, "ranks");
+        for (int r = 0; r < run->comm.num_ranks; r++)
+            cJSON_AddItemToArray(ranks, json_added(cJSON_CreateString(all[r].text), "ranks"));
+        json_add_int(j, "num_threads", run->device.num_threads);
+        json_add_int(j, "train_tokens", (long long)run->train_set.num_toks);
+        json_add_int(j, "val_tokens", (long long)run->val_set.num_toks);
+        json_add_bool(j, "model_is_here", model_is_here);
+        record_arguments(j, f, model_name, model_is_here);
+        json_write_file(path, j);
+        cJSON_Delete(j);
+        write_small_files(f->out, run);
+    }
+    free(all);
+}
+
+/* Before anything is allocated. */
+static void repeat_check(Run* run, const char* version)
+{
+    const char* folder = run->flags->repeat;
+    if (!folder[0]) return;
+    cJSON* record = record_read(folder);
+    int num_ranks = (int)json_int(record, "num_ranks", 1, INT_MAX, folder);
+    if (num_ranks != run->comm.num_ranks)
+        die_usage("--repeat %s: the run had %d ranks, this has %d: start it with mpirun -np %d", folder, num_ranks,
+                  run->comm.num_ranks, num_ranks);
+    long long train = json_int(record, "train_tokens", 0, JSON_MAX_INT, folder);
+    long long val = json_int(record, "val_tokens", 0, JSON_MAX_INT, folder);
+    ENSURE((size_t)train == run->train_set.num_toks && (size_t)val == run->val_set.num_toks,
+           "--repeat %s: %s has %zu tokens to train on and %zu to validate on, the run had %lld and %lld: bring the "
+           "data back", folder, run->flags->data, run->train_set.num_toks, run->val_set.num_toks, train, val);
+    const char* then = json_string(record, "version", folder);
+    SAY("repeat  %s, run by version %s%s\n", folder, then,
+        strcmp(then, version) == 0 ? "" : ": this is another, which may give other bits");
+    cJSON_Delete(record);
+}
+
+/* At the end: is the state hash the one in the log of the run? */
+static void repeat_say(const Run* run, const char* hash)
+{
+    char path[4200], want[64], key[64];
+    if (!run->flags->repeat[0] || run->comm.rank != 0) return;
+    snprintf(path, sizeof path, "%s/log.jsonl", run->flags->repeat);
+    snprintf(key, sizeof key, "{\"step\": %zu,", run->step);
+    snprintf(want, sizeof want, "\"state_hash\": \"%s\"", hash);
+    FILE* log = fopen(path, "r");
+    char* line = nullptr;
+    size_t size = 0;
+    bool same = false, found = false;
+    while (log != nullptr && getline(&line, &size, log) > 0) {
+        if (strncmp(line, key, strlen(key)) != 0 || strstr(line, "state_hash") == nullptr) continue;
+        found = true;
+        same = strstr(line, want) != nullptr;
+    }
+    free(line);
+    if (log != nullptr) fclose(log);
+    SAY("repeat  %s\n", !found ? "the run's log has no state hash of this step" :
+        same ? "the same bits as the run" : "other bits than the run's");
+}
+
+// ------------------------------------------------------------------------------------------------------------- log
+static void log_start(Run* run, const char* version, const char* model_name)
+{
+    if (!run->flags->out[0] || run->comm.rank != 0) return;
+    char buf[64];
+    log_open(&run->log, run->flags->out, run->flags->resume[0] ? (long long)run->step : -1);
+    fprintf(run->log.f, "{\"run\": ");
+    log_begin(&run->log);
+    log_text(&run->log, "version", version);
+    log_text(&run->log, "device", run->device.name);
+    log_int(&run->log, "num_ranks", run->comm.num_ranks);
+    log_text(&run->log, "model_name", model_name);
+    log_int(&run->log, "num_params", (long long)run->model.shard.num_params);
+    log_int(&run->log, "global_batch", (long long)run->global_batch);
+    log_int(&run->log, "num_steps", (long long)run->num_steps);
+    for (const FlagRow& row : flag_rows)
+        if (strcmp(row.name, "version") != 0) log_text(&run->log, row.name, flag_value(run->flags, &row, buf));
+    log_plan(&run->log, &run->plan);
+    fputc('}', run->log.f);
+    log_end(&run->log);
+}

@@ -1,0 +1,88 @@
+/* run_record.h: OUT/run.json, from which a run can be repeated: ./train_gpt --repeat OUT.
+ *   {"version": "0.1.0", "build": ..., "started": "2026-11-29T12:00:00Z",
+ *    "num_ranks": 2, "ranks": ["HOST, DEVICE", ...], "num_threads": 1,
+ *    "train_tokens": ..., "val_tokens": ...,
+ *    "model_is_here": false,      true: the model is OUT/config.json with new weights, not what --model names
+ *    "arguments": ["--lr=0.001", ...]}     every flag that was given, paths in full; those of --config as flags
+ * Written when a run starts and not when it goes on; each going on is in the log. The data stay where they are: if
+ * their number of tokens is another one, a repetition is refused. */
+#pragma once
+#include "data/json.h"
+#include "flags.h"
+
+/* What was given, and what defaults to something of this build or folder; not what a repetition gives itself. */
+static bool flag_is_recorded(const Flags* f, int idx, bool model_is_here)
+{
+    if (idx == FLAG_out || idx == FLAG_config || idx == FLAG_repeat) return false;
+    if (idx == FLAG_resume && strcmp(f->resume, "auto") == 0) return false;
+    if (idx == FLAG_model) return !model_is_here;
+    return f->given[idx] || idx == FLAG_data;
+}
+
+/* As one argument; a path that is there in full, since a repetition may start from elsewhere. */
+static void record_argument(JsonText* t, const Flags* f, int idx, const char* model_name)
+{
+    const FlagRow* row = &flag_rows[idx];
+    char name[64], buf[64], full[PATH_MAX];
+    json_text_add(t, "%s", flag_long_name(row, name));
+    if (row->kind == SWITCH) return;
+    const char* value = idx == FLAG_model ? model_name : flag_value(f, row, buf);
+    if (row->kind == REAL) snprintf(buf, sizeof buf, "%.17g", *(const double*)((const char*)f + row->offset));
+    bool is_path = row->kind == TEXT && idx != FLAG_generate && idx != FLAG_stop && idx != FLAG_gpu;
+    if (is_path && realpath(value, full) != nullptr) value = full;
+    json_text_add(t, "=%s", value);
+}
+
+static void record_arguments(cJSON* j, const Flags* f, const char* model_name, bool model_is_here)
+{
+    cJSON* list = json_add_array(j, "arguments");
+    for (int idx = 0; idx < NUM_FLAGS; idx++) {
+        if (!flag_is_recorded(f, idx, model_is_here)) continue;
+        JsonText t = {};
+        record_argument(&t, f, idx, model_name);
+        cJSON_AddItemToArray(list, json_added(cJSON_CreateString(t.text), "arguments"));
+        json_text_free(&t);
+    }
+}
+
+static cJSON* record_read(const char* folder)
+{
+    char path[4200];
+    snprintf(path, sizeof path, "%s/run.json", folder);
+    ENSURE(access(path, R_OK) == 0, "--repeat %s: there is no run.json: give the -o folder of a run", folder);
+    return json_parse_file(path);
+}
+
+/* With --repeat: the flags of the run in that folder, and the -o that may stand beside it. What is returned the flags
+ * point into; null without --repeat. */
+static cJSON* repeat_flags(Flags* f)
+{
+    if (!f->given[FLAG_repeat]) return nullptr;
+    char name[64], model[4200];
+    for (int idx = 0; idx < NUM_FLAGS; idx++)
+        if (f->given[idx] && idx != FLAG_repeat && idx != FLAG_out)
+            die_usage("--repeat takes all flags from the run folder but -o: leave %s out",
+                      flag_long_name(&flag_rows[idx], name));
+    cJSON* j = record_read(f->repeat);
+    const cJSON* list = json_array(j, "arguments", f->repeat);
+    const char** argv = (const char**)malloc_checked(((size_t)cJSON_GetArraySize(list) + 3) * sizeof *argv);
+    int argc = 0;
+    argv[argc++] = "train_gpt";
+    if (json_bool(j, "model_is_here", f->repeat)) {
+        snprintf(model, sizeof model, "--model=%s", f->repeat);
+        cJSON_AddItemToObject(j, "model", json_added(cJSON_CreateString(model), "model"));
+        argv[argc++] = json_string(j, "model", f->repeat);
+    }
+    for (const cJSON* item = list->child; item != nullptr; item = item->next) {
+        ENSURE(cJSON_IsString(item), "%s/run.json: \"arguments\" must hold strings", f->repeat);
+        argv[argc++] = item->valuestring;
+    }
+    Flags given = *f;
+    flags_parse(f, argc, (char**)argv);
+    f->repeat = given.repeat;
+    f->out = given.out;
+    f->given[FLAG_out] = given.given[FLAG_out];
+    f->given[FLAG_repeat] = true;
+    free(argv);
+    return j;
+}

@@ -1,0 +1,278 @@
+/* shapes.cuh: the shape of a model: the presets, and config.json of a Hugging Face folder, read and written. What would
+ * change the numbers and is not built is refused by name. The legend of the letters is in model.cuh. */
+#pragma once
+#include "data/json.h"
+#include "kernels/gelu.cuh"
+#include "kernels/rope.cuh"
+
+enum class Family { GPT2, LLAMA };
+
+typedef struct Config {
+    Family family;
+    char model_type[16];    // as config.json says: gpt2, llama, mistral, qwen2
+    int V, VP, C, L, NH, NKV, HS, F;
+    int context;            // largest T; GPT-2: rows of wpe
+    float eps;              // of the norms
+    bool tied;              // head = wte
+    bool qkv_bias, proj_bias, mlp_bias;
+    Gelu gelu;              // GPT-2
+    RopeConfig rope;        // LLaMA
+    char* hf_text;          // config.json as it was read, written back as it is; null for presets
+    int num_pieces, piece_rows;   // wte and the head as sub-units: model_tensors
+} Config;
+
+/* Sets what follows from the rest and refuses what no kernel can do; `from` names the preset or file. */
+static void config_finish(Config* c, const char* from)
+{
+    if (c->NKV == 0) c->NKV = c->NH;
+    ENSURE(c->HS > 0 || c->C % c->NH == 0, "%s: the width %d is not divisible by %d heads", from, c->C, c->NH);
+    if (c->HS == 0) c->HS = c->C / c->NH;
+    ENSURE(c->NH % c->NKV == 0, "%s: %d query heads cannot be shared out among %d key/value heads", from, c->NH,
+           c->NKV);
+    ENSURE(c->family == Family::GPT2 || c->HS % 2 == 0, "%s: head size %d is odd: rotary embedding turns pairs", from,
+           c->HS);
+    c->VP = (int)round_up(c->V, 64);
+    if (c->F == 0) c->F = 4 * c->C;
+}
+
+static Config config_gpt2()
+{
+    Config c = {};
+    c.family = Family::GPT2;
+    snprintf(c.model_type, sizeof c.model_type, "gpt2");
+    c.eps = 1e-5f;
+    c.tied = c.qkv_bias = c.proj_bias = c.mlp_bias = true;
+    c.gelu = Gelu::TANH;
+    return c;
+}
+
+static Config config_llama(const char* model_type)
+{
+    Config c = {};
+    c.family = Family::LLAMA;
+    snprintf(c.model_type, sizeof c.model_type, "%s", model_type);
+    c.qkv_bias = strcmp(model_type, "qwen2") == 0;
+    c.rope = RopeConfig{10000, RopeScaling::NONE, 1, 1, 4, 8192};
+    return c;
+}
+
+#define PRESETS "gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 " \
+    "llama-60m llama-1b llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b"
+
+/* The published shapes. V 0: that of the data. llama-60m is the small one of Zhao et al. 2024 (GaLore), llama-1b
+ * TinyLlama. */
+typedef struct {
+    const char *name, *model_type;
+    int V, C, L, NH, NKV, F, context;
+    float eps;
+    double theta;
+    bool tied;
+} Preset;
+
+static const Preset presets[] = {
+    {"gpt2",         "gpt2",  50257,   768, 12, 12, 12, 3072,    1024, 1e-5f, 0,      true},
+    {"gpt2-medium",  "gpt2",  50257,  1024, 24, 16, 16, 4096,    1024, 1e-5f, 0,      true},
+    {"gpt2-large",   "gpt2",  50257,  1280, 36, 20, 20, 5120,    1024, 1e-5f, 0,      true},
+    {"gpt2-xl",      "gpt2",  50257,  1600, 48, 25, 25, 6400,    1024, 1e-5f, 0,      true},
+    {"llama-60m",    "llama", 0,       512,  8,  8,  8, 1376,    1024, 1e-6f, 10000,  false},
+    {"llama-1b",     "llama", 32000,  2048, 22, 32,  4, 5632,    2048, 1e-5f, 10000,  false},
+    {"llama2-7b",    "llama", 32000,  4096, 32, 32, 32, 11008,   4096, 1e-5f, 10000,  false},
+    {"llama3-8b",    "llama", 128256, 4096, 32, 32,  8, 14336,   8192, 1e-5f, 500000, false},
+    {"qwen2.5-0.5b", "qwen2", 151936,  896, 24, 14,  2, 4864,   32768, 1e-6f, 1e6,    true},
+    {"qwen2.5-1.5b", "qwen2", 151936, 1536, 28, 12,  2, 8960,  131072, 1e-6f, 1e6,    true},
+};
+
+/* A preset of the table, or d2 to d48: GPT-2 of depth d, width 64*d, d heads, for the vocabulary of the data.
+ * context 0: the preset's. Returns false if the name is none. */
+static bool config_preset(Config* c, const char* name, int data_V, int context)
+{
+    int depth = 0, end = 0;
+    for (const Preset& p : presets) {
+        if (strcmp(name, p.name) != 0) continue;
+        *c = strcmp(p.model_type, "gpt2") == 0 ? config_gpt2() : config_llama(p.model_type);
+        c->V = p.V > 0 ? p.V : data_V > 0 ? data_V : 32000;
+        c->C = p.C; c->L = p.L; c->NH = p.NH; c->NKV = p.NKV; c->F = p.F;
+        c->context = context > p.context ? context : p.context;
+        c->eps = p.eps;
+        c->rope.theta = p.theta;
+        c->tied = p.tied;
+        config_finish(c, name);
+        return true;
+    }
+    if (sscanf(name, "d%d%n", &depth, &end) != 1 || name[end] != 0 || depth < 2 || depth > 48) return false;
+    *c = config_gpt2();
+    c->L = c->NH = depth;
+    c->C = 64 * depth;
+    c->V = data_V > 0 ? data_V : 50257;
+    c->context = context > 0 ? context : 256;
+    config_finish(c, name);
+    return true;
+}
+
+static void config_read_gpt2(Config* c, const cJSON* j, const char* path)
+{
+    *c = config_gpt2();
+    c->C = (int)json_int(j, "n_embd", 1, 1 << 20, path);
+    c->L = (int)json_int(j, "n_layer", 1, 1 << 12, path);
+    c->NH = (int)json_int(j, "n_head", 1, 1 << 12, path);
+    c->context = (int)json_int(j, "n_positions", 1, 1 << 24, path);
+    c->F = (int)json_int_or(j, "n_inner", 0, 0, 1 << 24, path);
+    c->eps = (float)json_float_or(j, "layer_norm_epsilon", 1e-5, 0, 1, path);
+    c->tied = json_bool_or(j, "tie_word_embeddings", true, path);
+    const char* activation = json_string_or(j, "activation_function", "gelu_new", path);
+    bool tanh_gelu = strcmp(activation, "gelu_new") == 0 || strcmp(activation, "gelu_pytorch_tanh") == 0;
+    ENSURE(tanh_gelu || strcmp(activation, "gelu") == 0,
+           "%s: activation_function is \"%s\", have gelu_new, gelu_pytorch_tanh and gelu", path, activation);
+    c->gelu = tanh_gelu ? Gelu::TANH : Gelu::ERF;
+    ENSURE(json_bool_or(j, "scale_attn_weights", true, path), "%s: scale_attn_weights false is not there yet", path);
+    for (const char* key : {"scale_attn_by_inverse_layer_idx", "add_cross_attention"})
+        ENSURE(!json_bool_or(j, key, false, path), "%s: %s true is not there yet", path, key);
+}
+
+/* transformers 5 writes "rope_parameters" with the base in it; before that "rope_theta", and "rope_scaling" or null. */
+static void config_read_rope(RopeConfig* r, const cJSON* j, const char* path)
+{
+    r->theta = json_float_or(j, "rope_theta", r->theta, 1, 1e12, path);
+    const char* key = json_has(j, "rope_parameters") ? "rope_parameters" : "rope_scaling";
+    if (!json_has(j, key)) return;
+    const cJSON* p = json_object(j, key, path);
+    r->theta = json_float_or(p, "rope_theta", r->theta, 1, 1e12, path);
+    ENSURE(json_float_or(p, "partial_rotary_factor", 1, 0, 1, path) == 1,
+           "%s: %s: partial_rotary_factor other than 1 is not there yet", path, key);
+    const char* type = json_string_or(p, "rope_type", json_string_or(p, "type", "default", path), path);
+    if (strcmp(type, "default") == 0) return;
+    if (strcmp(type, "linear") == 0) r->scaling = RopeScaling::LINEAR;
+    else if (strcmp(type, "llama3") == 0) r->scaling = RopeScaling::LLAMA3;
+    else die("%s: %s is of type \"%s\", have default, linear and llama3", path, key, type);
+    r->factor = json_float(p, "factor", 1, 1e6, path);
+    if (r->scaling == RopeScaling::LINEAR) return;
+    r->low_freq_factor = json_float(p, "low_freq_factor", 1e-6, 1e6, path);
+    r->high_freq_factor = json_float(p, "high_freq_factor", 1e-6, 1e6, path);
+    r->context = (double)json_int(p, "original_max_position_embeddings", 1, 1 << 24, path);
+    ENSURE(r->high_freq_factor > r->low_freq_factor, "%s: %s: high_freq_factor %g is not above low_freq_factor %g",
+           path, key, r->high_freq_factor, r->low_freq_factor);
+}
+
+/* Attention windows shorter than the context change the numbers. */
+static void config_refuse_windows(const Config* c, const cJSON* j, const char* path)
+{
+    bool qwen2 = strcmp(c->model_type, "qwen2") == 0;     // it names a window that it uses only if told to
+    ENSURE(!qwen2 || !json_bool_or(j, "use_sliding_window", false, path), "%s: use_sliding_window is not there yet",
+           path);
+    long long window = qwen2 ? c->context : json_int_or(j, "sliding_window", c->context, 1, 1 << 30, path);
+    ENSURE(window >= c->context, "%s: sliding_window %lld is not there yet: the context is %d", path, window,
+           c->context);
+    if (!json_has(j, "layer_types")) return;
+    const cJSON* type;
+    cJSON_ArrayForEach(type, json_array(j, "layer_types", path))
+        ENSURE(cJSON_IsString(type) && strcmp(type->valuestring, "full_attention") == 0,
+               "%s: layer_types holds \"%s\", have full_attention", path,
+               cJSON_IsString(type) ? type->valuestring : "?");
+}
+
+static void config_read_llama(Config* c, const cJSON* j, const char* type, const char* path)
+{
+    *c = config_llama(type);
+    c->C = (int)json_int(j, "hidden_size", 1, 1 << 20, path);
+    c->L = (int)json_int(j, "num_hidden_layers", 1, 1 << 12, path);
+    c->NH = (int)json_int(j, "num_attention_heads", 1, 1 << 12, path);
+    c->NKV = (int)json_int_or(j, "num_key_value_heads", c->NH, 1, 1 << 12, path);
+    c->HS = (int)json_int_or(j, "head_dim", 0, 1, 1 << 12, path);
+    c->F = (int)json_int(j, "intermediate_size", 1, 1 << 24, path);
+    c->context = (int)json_int(j, "max_position_embeddings", 1, 1 << 24, path);
+    c->eps = (float)json_float_or(j, "rms_norm_eps", 1e-6, 0, 1, path);
+    c->tied = json_bool_or(j, "tie_word_embeddings", false, path);
+    if (strcmp(type, "llama") == 0) {
+        c->qkv_bias = c->proj_bias = json_bool_or(j, "attention_bias", false, path);
+        c->mlp_bias = json_bool_or(j, "mlp_bias", false, path);
+    }
+    const char* activation = json_string_or(j, "hidden_act", "silu", path);
+    ENSURE(strcmp(activation, "silu") == 0, "%s: hidden_act is \"%s\", have silu", path, activation);
+    config_read_rope(&c->rope, j, path);
+    config_refuse_windows(c, j, path);
+}
+
+/* From a Hugging Face config.json. What would change the numbers and is not built is refused by name. */
+static void config_read(Config* c, const char* path)
+{
+    cJSON* j = json_parse_file(path);
+    const char* type = json_string(j, "model_type", path);
+    bool llama = strcmp(type, "llama") == 0 || strcmp(type, "mistral") == 0 || strcmp(type, "qwen2") == 0;
+    ENSURE(llama || strcmp(type, "gpt2") == 0, "%s: model_type is \"%s\", have gpt2, llama, mistral and qwen2", path,
+           type);
+    if (llama) config_read_llama(c, j, type, path);
+    else config_read_gpt2(c, j, path);
+    c->V = (int)json_int(j, "vocab_size", 1, 1 << 24, path);
+    cJSON_Delete(j);
+    size_t length;
+    c->hf_text = json_read_file(path, &length);
+    config_finish(c, path);
+}
+
+static void config_add_gpt2(cJSON* j, const Config* c)
+{
+    json_add_int(j, "n_positions", c->context);
+    json_add_int(j, "n_embd", c->C);
+    json_add_int(j, "n_layer", c->L);
+    json_add_int(j, "n_head", c->NH);
+    json_add_int(j, "n_inner", c->F);
+    json_add_string(j, "activation_function", c->gelu == Gelu::TANH ? "gelu_new" : "gelu");
+    json_add_float(j, "layer_norm_epsilon", c->eps);
+    for (const char* key : {"attn_pdrop", "embd_pdrop", "resid_pdrop"}) json_add_float(j, key, 0);
+}
+
+static void config_add_llama(cJSON* j, const Config* c)
+{
+    json_add_int(j, "max_position_embeddings", c->context);
+    json_add_int(j, "hidden_size", c->C);
+    json_add_int(j, "num_hidden_layers", c->L);
+    json_add_int(j, "num_attention_heads", c->NH);
+    json_add_int(j, "num_key_value_heads", c->NKV);
+    json_add_int(j, "head_dim", c->HS);
+    json_add_int(j, "intermediate_size", c->F);
+    json_add_string(j, "hidden_act", "silu");
+    json_add_float(j, "rms_norm_eps", c->eps);
+    json_add_float(j, "rope_theta", c->rope.theta);
+}
+
+/* The text of config.json with what it says of the weights' type: transformers would round to it. */
+static void config_write_text(const char* text, const char* path, const char* dtype)
+{
+    const char *from = text, *to = text;      // the word between the quotes
+    for (const char* key : {"\"dtype\"", "\"torch_dtype\""}) {
+        const char* at = strstr(text, key);
+        if (at != nullptr) at += strlen(key) + strspn(at + strlen(key), " \t\r\n:");
+        if (at == nullptr || *at != '"') continue;
+        from = at + 1;
+        to = from + strcspn(from, "\"");
+    }
+    JsonText t = {nullptr, 0, 0};
+    json_text_add(&t, "%.*s%s%s", (int)(from - text), text, from < to ? dtype : "", to);
+    json_write_text(path, t.text, t.length);
+    json_text_free(&t);
+}
+
+/* The config as config.json: what was read, byte for byte but for the type of the weights, else that of a preset. dtype
+ * is fp32, bf16 or fp16. */
+static void config_write(const Config* c, const char* path, const char* dtype)
+{
+    const char* torch_dtype = strcmp(dtype, "bf16") == 0 ? "bfloat16" : strcmp(dtype, "fp16") == 0 ? "float16"
+                              : "float32";
+    if (c->hf_text != nullptr) {
+        config_write_text(c->hf_text, path, torch_dtype);
+        return;
+    }
+    bool gpt2 = c->family == Family::GPT2, qwen2 = strcmp(c->model_type, "qwen2") == 0;
+    const char* architecture = gpt2 ? "GPT2LMHeadModel" : qwen2 ? "Qwen2ForCausalLM" : "LlamaForCausalLM";
+    cJSON* j = json_new_object();
+    cJSON_AddItemToArray(json_add_array(j, "architectures"), cJSON_CreateString(architecture));
+    json_add_string(j, "model_type", c->model_type);
+    json_add_int(j, "vocab_size", c->V);
+    if (gpt2) config_add_gpt2(j, c);
+    else config_add_llama(j, c);
+    json_add_bool(j, "tie_word_embeddings", c->tied);
+    json_add_float(j, "initializer_range", 0.02);
+    json_add_string(j, "torch_dtype", torch_dtype);
+    json_write_file(path, j);
+    cJSON_Delete(j);
+}

@@ -1,0 +1,286 @@
+/* save.h: checkpoints written while training goes on.
+ *
+ *   saver_start(s, ...)    once: is the run folder there, for every rank? What an interrupted save left is removed
+ *   saver_begin(s, state)  at a step boundary: the states start for the host, their writing begins
+ *   saver_poll(s)          at every later boundary: on to the next phase when all ranks are through with this one
+ *   saver_wait(s)          until nothing is under way: it is on the disk, or has failed
+ * all on every rank, at the same steps. A save goes through
+ *   CREATE   rank 0: OUT/step_N.tmp and its files at full length, so that a full disk is met before anything is
+ *            written; meanwhile every rank copies its slices of the states to the host, on a stream of its own
+ *   WRITE    every rank: its byte ranges and their checksums, fsync
+ *   COMMIT   rank 0: the small files, state.json, fsync of the folder, rename to step_N, fsync of OUT; then what
+ *            --keep and --keep-every do not ask for is removed
+ * What a phase does is done by a thread of low priority that makes no CUDA, NCCL or MPI call. What it dies of, a full
+ * disk or a limit on file sizes, ends the save and not the run (attempt in error.h). The main threads agree at step
+ * boundaries, by one all-reduce of a number while a save is under way. A kill at any moment leaves step_N.tmp, which is
+ * no checkpoint, or step_N.
+ *
+ * The host copy is whole, 12 bytes for each parameter / R, and in the plan. A ring of smaller buffers would hold the
+ * optimizer up until the disk has taken nearly all; so the next update waits for a copy between memories, no more.
+ * The next save waits for this one. Not handled: ranks that do not share the folder (refused at the start). */
+#pragma once
+#include <pthread.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <csignal>
+#include "checkpoint.h"
+
+enum class SavePhase { NONE, CREATE, WRITE, COMMIT };
+enum SaveStatus { SAVE_WELL, SAVE_FAILED, SAVE_BUSY };   // of one rank in a phase; the largest is that of all
+
+typedef struct SaverConfig {
+    const char* out;                                     // the run folder
+    size_t keep, keep_every;                             // 0: all
+    void (*small_files)(const char* folder, void* context);   // config.json, the tokenizer; makes no CUDA or MPI call
+    void* context;
+} SaverConfig;
+
+typedef struct Saver {
+    SaverConfig config;
+    Zero* zero;
+    float* values[NUM_STATES];      // (P/R) pinned: this rank's slices of the states, packed
+    SavePhase phase;
+    RunState state;
+    char path[4096], temporary[4096];
+    SafeTensors *weights, *optimizer;
+    uint64_t* sums;                 // (NUM_STATES, num_tensors) tensor_sum of what this rank has written, then of all
+    pthread_t thread;
+    bool has_thread;
+    SaveStatus status;              // of the thread; atomic
+    char why[1024];
+    bool failed;                    // the newest save
+    size_t num_saved;
+    double begun_s;
+} Saver;
+
+static void saver_plan(Saver* s, Zero* z, Plan* plan)
+{
+    *s = Saver{};
+    s->zero = z;
+    for (int state = 0; state < NUM_STATES; state++) {
+        bool kept = false;
+        for (int t = 0; t < z->shard->num_tensors; t++) kept = kept || state_is_kept(z, state, &z->shard->tensors[t]);
+        size_t elems = kept ? z->shard->num_elems / z->shard->num_ranks : 0;
+        plan_add(plan, "states being saved", Place::HOST, &s->values[state], elems);
+    }
+}
+
+/* Where the copy of element `flat` of tensor t is, which is in this rank's slice. */
+static float* state_saved(const Saver* s, int state, const Tensor* t, size_t flat)
+{
+    const Shard* shard = s->zero->shard;
+    Range slice = shard_slice(shard, t->unit, s->zero->comm->rank);
+    return s->values[state] + shard_packed_first(shard, t->unit) + (flat - slice.first);
+}
+
+// ---------------------------------------------------------------------------------------- the phases, in the thread
+/* Removes what need not be kept. A folder that is being removed is no checkpoint from the first moment on. */
+static void save_prune(const Saver* s)
+{
+    if (s->config.keep == 0) return;
+    long long* steps;
+    int count = checkpoint_list(s->config.out, &steps);
+    for (int i = (int)s->config.keep; i < count; i++) {
+        char path[4096], temporary[4096];
+        if (s->config.keep_every > 0 && steps[i] % (long long)s->config.keep_every == 0) continue;
+        checkpoint_path(path, s->config.out, (size_t)steps[i], "");
+        checkpoint_path(temporary, s->config.out, (size_t)steps[i], ".tmp");
+        ENSURE(rename(path, temporary) == 0, "%s: cannot be removed: %s", path, strerror(errno));
+        folder_remove(temporary);
+    }
+    free(steps);
+}
+
+static void save_create(Saver* s)
+{
+    save_prune(s);   // with a smaller --keep than before there may be more
+    folder_remove(s->temporary);
+    folder_make(s->temporary);
+    safetensors_create_files(s->weights);
+    safetensors_create_files(s->optimizer);
+}
+
+static void save_write(Saver* s)
+{
+    const size_t chunk_elems = 1 << 18;   // still in the cache when it is written
+    const Shard* shard = s->zero->shard;
+    if (s->zero->comm->rank != 0) {
+        safetensors_open_files(s->weights);
+        safetensors_open_files(s->optimizer);
+    }
+    char name[STATE_NAME_BYTES];
+    for (int i = 0; i < NUM_STATES * shard->num_tensors; i++) {
+        int state = i / shard->num_tensors;
+        int t_idx = i % shard->num_tensors;
+        uint64_t* sums = s->sums + state * shard->num_tensors;
+        const Tensor* t = &shard->tensors[t_idx];
+        if (!state_is_kept(s->zero, state, t)) continue;
+        Range part = tensor_part(t, shard_slice(shard, t->unit, s->zero->comm->rank));
+        const SafeTensors* files = state == STATE_WEIGHTS ? s->weights : s->optimizer;
+        const float* values = state_saved(s, state, t, part.first);
+        state_name(name, t, state);
+        const SafeTensor* st = safetensors_get(files, name);
+        for (size_t done = 0, n; done < part.count; done += n) {
+            n = part.count - done < chunk_elems ? part.count - done : chunk_elems;
+            size_t first = tensor_file_place(t, part.first) + done;
+            sums[tensor_first_piece(shard, t_idx)] += tensor_sum(values + done, first, n);
+            safetensors_write_f32(files, st, first, n, values + done);
+        }
+    }
+    safetensors_sync(s->weights);
+    safetensors_sync(s->optimizer);
+}
+
+static void save_commit(Saver* s)
+{
+    s->config.small_files(s->temporary, s->config.context);
+    state_json_write(&s->state, s->zero, s->sums, s->temporary);
+    folder_sync(s->temporary);
+    ENSURE(rename(s->temporary, s->path) == 0, "%s: cannot be renamed to %s: %s", s->temporary, s->path,
+           strerror(errno));
+    folder_sync(s->config.out);
+    save_prune(s);
+}
+
+static void save_phase(void* arg)
+{
+    Saver* s = (Saver*)arg;
+    if (s->phase == SavePhase::CREATE) save_create(s);
+    else if (s->phase == SavePhase::WRITE) save_write(s);
+    else save_commit(s);
+}
+
+static void* saver_thread(void* arg)
+{
+    Saver* s = (Saver*)arg;
+    setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 10);   // of this thread: training comes first
+    bool well = attempt(save_phase, s, s->why);
+    __atomic_store_n(&s->status, well ? SAVE_WELL : SAVE_FAILED, __ATOMIC_RELEASE);
+    return nullptr;
+}
+
+// -------------------------------------------------------------------------------------------------- the main thread
+/* On to a phase; rank 0 alone has something to do in CREATE and COMMIT. */
+static void saver_enter(Saver* s, SavePhase phase)
+{
+    s->phase = phase;
+    s->status = SAVE_WELL;
+    if (phase == SavePhase::NONE || (phase != SavePhase::WRITE && s->zero->comm->rank != 0)) return;
+    s->status = SAVE_BUSY;
+    ENSURE(pthread_create(&s->thread, nullptr, saver_thread, s) == 0, "the thread that saves cannot be started");
+    s->has_thread = true;
+}
+
+static void saver_end(Saver* s, bool failed)
+{
+    safetensors_close(s->weights);
+    safetensors_close(s->optimizer);
+    s->failed = failed;
+    s->num_saved += !failed;
+    saver_enter(s, SavePhase::NONE);
+}
+
+static void save_remove_partial(void* arg) { folder_remove(((Saver*)arg)->temporary); }
+
+static void saver_poll(Saver* s)
+{
+    if (s->phase == SavePhase::NONE) return;
+    const Comm* c = s->zero->comm;
+    SaveStatus own = __atomic_load_n(&s->status, __ATOMIC_ACQUIRE);
+    if (s->phase == SavePhase::CREATE && cudaEventQuery(s->zero->states_copied) == cudaErrorNotReady) own = SAVE_BUSY;
+    if ((SaveStatus)comm_max_host(c, own) == SAVE_BUSY) return;
+    if (s->has_thread) ENSURE(pthread_join(s->thread, nullptr) == 0, "the thread that saves does not end");
+    s->has_thread = false;
+    if (!comm_all_well(c, own == SAVE_WELL, s->why)) {
+        char why[1024];
+        if (c->rank == 0) attempt(save_remove_partial, s, why);   // what stays is a .tmp, and removed at the next start
+        saver_end(s, true);
+    } else if (s->phase == SavePhase::CREATE) {
+        saver_enter(s, SavePhase::WRITE);
+    } else if (s->phase == SavePhase::WRITE) {
+        comm_sum_host(c, s->sums, (size_t)NUM_STATES * s->zero->shard->num_tensors);
+        saver_enter(s, SavePhase::COMMIT);
+    } else {
+        saver_end(s, false);
+    }
+}
+
+static void saver_wait(Saver* s)
+{
+    while (s->phase != SavePhase::NONE) {
+        watch_move(s->zero->comm->watch, "a save", 0);
+        saver_poll(s);
+        if (s->phase != SavePhase::NONE) usleep(200);
+    }
+}
+
+/* This rank's slices to the host. */
+static void states_copy(Saver* s)
+{
+    Zero* z = s->zero;
+    stream_wait(z->d2h, z->compute, z->edge, "the states are those of this step");
+    for (int i = 0; i < NUM_STATES * z->shard->num_tensors; i++) {
+        int state = i / z->shard->num_tensors;
+        const Tensor* t = &z->shard->tensors[i % z->shard->num_tensors];
+        Range part = tensor_part(t, shard_slice(z->shard, t->unit, z->comm->rank));
+        if (part.count > 0 && state_is_kept(z, state, t))
+            CUDA_CHECK(cudaMemcpyAsync(state_saved(s, state, t, part.first), state_at(z, state, t->unit, part.first),
+                                       part.count * sizeof(float), cudaMemcpyDeviceToHost, z->d2h));
+    }
+    CUDA_CHECK(cudaEventRecord(z->states_copied, z->d2h));
+}
+
+static void saver_begin(Saver* s, const RunState* state)
+{
+    saver_wait(s);
+    const Shard* shard = s->zero->shard;
+    s->state = *state;
+    s->begun_s = watch_now_s();
+    checkpoint_path(s->path, s->config.out, state->step, "");
+    checkpoint_path(s->temporary, s->config.out, state->step, ".tmp");
+    char file[4200];
+    snprintf(file, sizeof file, "%s/model.safetensors", s->temporary);
+    s->weights = weights_plan(shard, file, SafeDtype::F32, MAX_FILE_BYTES);
+    snprintf(file, sizeof file, "%s/optimizer.safetensors", s->temporary);
+    s->optimizer = optimizer_plan(s->zero, file);
+    memset(s->sums, 0, (size_t)NUM_STATES * shard->num_tensors * sizeof *s->sums);
+    states_copy(s);
+    saver_enter(s, SavePhase::CREATE);
+}
+
+/* The folder: made by rank 0, seen by all. first_step: where the run goes on from; no later checkpoint may be there. */
+static void saver_start(Saver* s, const SaverConfig* config, size_t first_step)
+{
+    const Comm* c = s->zero->comm;
+    s->config = *config;
+    s->sums = (uint64_t*)malloc_checked((size_t)NUM_STATES * s->zero->shard->num_tensors * sizeof *s->sums);
+    signal(SIGXFSZ, SIG_IGN);   // a file that may not grow any more is an error of write(), not the end
+    char probe[4200];
+    snprintf(probe, sizeof probe, "%s/.probe", config->out);
+    if (c->rank == 0) {
+        folder_make(config->out);
+        DIR* dir = opendir(config->out);
+        ENSURE(dir != nullptr, "-o %s: cannot be read: %s", config->out, strerror(errno));
+        for (struct dirent* entry; (entry = readdir(dir)) != nullptr; ) {
+            char path[4096];
+            long long step;
+            int end = 0;
+            int n = snprintf(path, sizeof path, "%s/%s", config->out, entry->d_name);
+            ENSURE(n < (int)sizeof path, "-o %s: the name is too long", config->out);
+            ENSURE(checkpoint_step(entry->d_name) <= (long long)first_step,
+                   "%s exists and is not overwritten: the run goes on from step %zu; move it away, or take another -o",
+                   path, first_step);
+            if (sscanf(entry->d_name, "step_%lld.tmp%n", &step, &end) == 1 && end > 0 && entry->d_name[end] == 0)
+                folder_remove(path);
+        }
+        closedir(dir);
+        json_write_text(probe, "", 0);
+    }
+    comm_barrier(c);
+    ENSURE(access(probe, F_OK) == 0, "-o %s of rank 0 is not seen by rank %d: take a folder that all hosts share",
+           config->out, c->rank);
+    comm_barrier(c);
+    if (c->rank == 0) unlink(probe);
+}
+
+static void saver_free(Saver* s) { free(s->sums); }
