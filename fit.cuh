@@ -29,6 +29,13 @@ static double recompute_flops_per_token(const Config* c, Setting s, int T)
     return block * (c->L - still_there) + head;
 }
 
+/* What a step of the optimizer reads and writes of one element. */
+static double update_bytes(Storage storage)
+{
+    size_t weight = storage.master == FLOATX_DTYPE ? 2 * sizeof(floatX) : storage.master == Dtype::SPLIT ? 8 : 10;
+    return (double)(weight + 4 * dtype_bytes(storage.moments) + dtype_bytes(storage.grads));
+}
+
 /* The present run with another setting. */
 static Estimate setting_estimate(const Run* run, Setting s)
 {
@@ -46,7 +53,7 @@ static Estimate setting_estimate(const Run* run, Setting s)
     double flops = (model_flops_per_token(c, run->T) + recompute_flops_per_token(c, s, run->T)) * s.B * s.G * run->T;
     double owned = (double)run->model.shard.num_elems / (s.stage > 0 ? run->comm.num_ranks : 1);
     if (d->peak_flops > 0) e.compute_s = flops / (0.5 * d->peak_flops);
-    if (d->memory_gbps > 0) e.compute_s += owned * (sizeof(floatX) < 4 ? 30 : 28) / (d->memory_gbps * 1e9);
+    if (d->memory_gbps > 0) e.compute_s += owned * update_bytes(s.storage) / (d->memory_gbps * 1e9);
     if (d->link_gbps > 0) e.wire_s = (double)e.wire_bytes / (d->link_gbps * 1e9);
     if (d->memory_gbps > 0 && s.offloads)   // there and back in each micro-step
         e.copy_s = 2.0 * s.G * (double)offload_bytes(&trial->model.inputs) / (HOST_LINK_GBPS * 1e9);
@@ -73,25 +80,41 @@ static bool lower_micro_batch(Setting* s)
     return false;
 }
 
+/* Storage that is not the default, as it is written on the command line. */
+static const char* storage_name(Storage storage, char (&buf)[48])
+{
+    const char* master = storage.master == Dtype::SPLIT ? " --master split"
+                         : storage.master == Dtype::BF16 ? " --master none" : "";
+    snprintf(buf, sizeof buf, "%s%s", master, storage.moments == Dtype::BF16 ? " --state-dtype bf16" : "");
+    return buf;
+}
+
 static void rung_print(const Run* run, FILE* f, Setting s, size_t have_bytes, Estimate e)
 {
-    char level[16];
-    fprintf(f, "  -z %d -r %-9s -b %-4d -g %-4d %12.1f MiB  %-5s", s.stage, recompute_name(s, level), s.B, s.G,
-            e.device_bytes / 1048576.0, e.device_bytes <= have_bytes ? "fits" : "");
-    if (s.offloads) fprintf(f, "  --offload activations");
+    char level[16], storage[48];
+    fprintf(f, "  -z %d -r %-9s -b %-4d -g %-4d %12.1f MiB  %-5s%s", s.stage, recompute_name(s, level), s.B, s.G,
+            e.device_bytes / 1048576.0, e.device_bytes <= have_bytes ? "fits" : "", storage_name(s.storage, storage));
+    if (s.offloads) fprintf(f, " --offload activations");
     if (e.step_s > 0) fprintf(f, "  %.3g s a step", e.step_s);
     fprintf(f, "\n");
 }
 
-/* The next rung down: stage, recomputation, micro-batch, host memory. Each keeps those before it. */
+/* The next rung down: a split master, stage, recomputation, micro-batch, host memory, and last what changes the
+ * numbers: moments in bf16. Each keeps those before it. */
 static bool rung_next(const Run* run, Setting* s)
 {
+    Storage* storage = &s->storage;
+    if (FLOATX_DTYPE == Dtype::BF16 && storage->master == Dtype::FP32) {
+        storage->master = Dtype::SPLIT;
+        return true;
+    }
     if (s->stage < 3 && run->comm.num_ranks > 1) { s->stage++; return true; }
     if (s->recompute != Recompute::BLOCKS) { s->recompute = (Recompute)((int)s->recompute + 1); return true; }
     if (lower_micro_batch(s)) return true;
-    if (s->offloads) return false;
-    s->offloads = true;
-    return true;
+    if (!s->offloads) { s->offloads = true; return true; }
+    bool has_fp32 = storage->moments == Dtype::FP32;
+    storage->moments = Dtype::BF16;
+    return has_fp32;
 }
 
 /* What to change, in order, to come below have_bytes; ends with the first that fits. */

@@ -27,11 +27,17 @@
     F(INT,    micro_batch,   'b', 4,         1, 1 << 20, "sequences per rank and micro-step") \
     F(INT,    grad_accum,    'g', 1,         1, 1 << 20, "micro-steps per optimizer step") \
     F(INT,    batch,          0,  0,         1, 1 << 30, "global batch in sequences; gives -b or -g when one is left out") \
+    F(TEXT,   batch_ramp,     0,  "",        0, 0, "FROM:STEPS: the global batch grows from FROM sequences over the first steps, by whole micro-steps") \
+    F(TEXT,   seq_ramp,       0,  "",        0, 0, "FROM:STEPS: of each sequence the first FROM tokens are used, growing over the first steps by 8") \
     F(INT,    seq_len,       't', 0,         1, 1 << 24, "tokens per sequence (default: the model's context, at most 1024)") \
     F(INT,    steps,         'n', 0,         0, INT64_MAX, "optimizer steps, counted from the run's beginning (default: --epochs)") \
     F(INT,    epochs,         0,  1,         1, 1 << 20, "passes over the training shards, when -n is not given") \
     F(REAL,   lr,            'l', 6e-4,      0, 1e3, "peak learning rate") \
     F(ONEOF,  precision,     'p', "fp32",    "fp32|bf16|fp16", 0, "storage of parameters and activations") \
+    F(ONEOF,  master,         0,  "fp32",    "fp32|split|none", 0, "bf16: the weights that the optimizer keeps: fp32; split = the bf16 weight and the 16 bits below it, exactly the fp32 value; none = the bf16 weight, rounded at random") \
+    F(ONEOF,  state_dtype,    0,  "fp32",    "fp32|bf16", 0, "the optimizer's moments; bf16 is rounded at random") \
+    F(ONEOF,  grad_dtype,     0,  "fp32",    "fp32|bf16|fp16", 0, "gradients are summed over micro-steps in fp32, or in the 16 bits of -p (those of embeddings and head in fp32 until they are sent)") \
+    F(ONEOF,  comm_dtype,     0,  "grad",    "grad|fp32|bf16|fp16", 0, "gradients go to other ranks in this type; grad = that of --grad-dtype") \
     F(REAL,   loss_scale,     0,  0,         0, 1e30, "fp16: factor of the loss in the backward; 0 = found while training") \
     F(INT,    initial_scale_power, 0, 16,    0, 31, "fp16: the loss scale starts at 2 to this power") \
     F(INT,    loss_scale_window, 0, 1000,    1, 1 << 30, "fp16: the loss scale doubles after so many good steps in a row") \
@@ -46,6 +52,8 @@
     F(INT,    spike_window,   0,  100,       2, 1 << 30, "steps that the running mean and deviation look back") \
     F(SWITCH, spike_skip,     0,  false,     0, 0, "such a step changes nothing, as one with an Inf or NaN") \
     F(REAL,   timeout,        0,  600,       0, 1e9, "seconds without progress after which a rank says where it waits and ends the run; 0 = never") \
+    F(REAL,   dropout,        0,  0,         0, 0.99, "share of the embeddings, attention probabilities and residual branches set to 0 in training") \
+    F(REAL,   attn_dropout,   0,  -1,       -1, 0.99, "the same for attention probabilities alone; -1 = as --dropout") \
     F(INT,    seed,          's', 42,        0, INT64_MAX, "seed of the initial weights, the data order and the samples") \
     F(ONEOF,  optimizer,      0,  "adamw",   "adamw|adam|sgd|lamb|lion|adagrad|muon", 0, "optimizer; muon is for hidden matrices, the rest goes by adamw") \
     F(REAL,   beta1,          0,  0.9,       0, 0.999999, "first moment decay") \
@@ -105,9 +113,9 @@
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
-    "master grad-dtype state-dtype tp pp sp offload-dir " \
-    "bench comm-dtype fp32-tensors profile " \
-    "tune dropout"
+    "tp pp sp offload-dir " \
+    "bench fp32-tensors profile " \
+    "tune"
 
 #define VALUES_LATER "1bit-adam 01-adam 1bit-lamb onebitadam zerooneadam onebitlamb"
 

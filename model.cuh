@@ -15,6 +15,7 @@
 #pragma once
 #include "kernels/attention.cuh"
 #include "kernels/classifier.cuh"
+#include "kernels/dropout.cuh"
 #include "kernels/embedding.cuh"
 #include "kernels/layernorm.cuh"
 #include "kernels/matmul.cuh"
@@ -229,6 +230,10 @@ typedef struct Model {
     int* visits;              // (num_visits) units in the order of their use in a micro-step
     int num_visits;
     int B, T;                 // largest micro-batch; a call may use less
+    double dropout, attention_dropout;   // probabilities; 0: the pass does not exist
+    unsigned long long seed;  // of the masks
+    size_t first_sequence;    // of this rank's micro-batch, in the stream of data
+    bool drops;               // this is training
     int head_rows;            // rows of logits that exist at a time
     float* rope;              // (T,HS)    cosines and sines of every position; LLaMA
     // activations, one of each per layer that keeps it (kept_layers); means are GPT-2's alone
@@ -255,6 +260,7 @@ typedef struct Model {
     int *tokens, *targets;    // (B,T)
     // backward
     floatX *dresidual;        // (N,C)     gradient of the residual stream, carried from block to block
+    floatX *dbranch;          // (N,C)     of a branch before its dropout; without dropout it is dresidual
     floatX *dnorm;            // (N,C or Q) of a norm's output, or of the attention's
     floatX *dfc;              // (N,FC)
     floatX *dfc_act;          // (N,F)     gated; else it is dfc
@@ -349,6 +355,7 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     if (!training) return;
     const char* gradients = "gradients of activations";
     plan_add(plan, gradients, D, &m->dresidual, N * C);
+    if (m->dropout > 0) plan_add(plan, gradients, D, &m->dbranch, N * C);
     plan_add(plan, gradients, D, &m->dnorm, N * max_size(C, Q));
     plan_add(plan, gradients, D, &m->dfc, N * FC);
     if (is_llama(m)) plan_add(plan, gradients, D, &m->dfc_act, N * F);
@@ -391,6 +398,30 @@ static float* model_grad(const Model* m, int unit, int row)
 }
 
 // --------------------------------------------------------------------------------------------------------- forward
+/* Where dropout is: the sum of the embeddings, the probabilities, and what the two branches of a block add. */
+enum DropoutSite { DROPOUT_EMBEDDING, DROPOUT_ATTENTION, DROPOUT_PROJ, DROPOUT_FCPROJ };
+
+static Dropout model_dropout(const Model* m, DropoutSite site, int layer)
+{
+    double p = site == DROPOUT_ATTENTION ? m->attention_dropout : m->dropout;
+    return m->drops && p > 0 ? dropout_site(m->seed, layer, site, m->first_sequence, p) : Dropout{};
+}
+
+/* out (B*T,C) = inp with elements dropped: in place, or what the backward reads instead of inp. */
+static void drop(const Model* m, floatX* out, const floatX* inp, DropoutSite site, int layer, int B, int T)
+{
+    Dropout d = model_dropout(m, site, layer);
+    if (d.threshold > 0) dropout(out, inp, B, (size_t)T * m->config.C, d, m->zero->compute);
+}
+
+/* The gradient of what a branch added to the stream. */
+static const floatX* branch_gradient(const Model* m, DropoutSite site, int layer, int B, int T)
+{
+    if (!m->drops || m->dropout == 0) return m->dresidual;
+    drop(m, m->dbranch, m->dresidual, site, layer, B, T);
+    return m->dbranch;
+}
+
 /* The norm whose weight is `row`: residual (N,C) = a + b, out = norm(residual). b null: residual is a, and is not
  * written. means and rstds are written from `first` on; RMSNorm has no means. */
 static void norm_forward(const Model* m, int unit, int row, floatX* residual, floatX* out, float* means, float* rstds,
@@ -413,15 +444,15 @@ static void linear_forward(const Model* m, int unit, int row, floatX* out, const
                    m->zero->compute);
 }
 
-static void attention_part(const Model* m, int unit, const Block* a, int B, int T)
+static void attention_part(const Model* m, int layer, const Block* a, int B, int T)
 {
     const Config* c = &m->config;
     cudaStream_t stream = m->zero->compute;
-    int N = B * T, QKV = (int)config_dim(c, Dim::QKV);
+    int N = B * T, QKV = (int)config_dim(c, Dim::QKV), unit = unit_block(c, layer);
     linear_forward(m, unit, QKV_WEIGHT, a->qkv, a->norm_1, N, c->C, QKV);
     if (is_llama(m)) rope_forward(a->qkv, m->rope, nullptr, N, T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
     attention_forward(a->att, a->att_lse, m->scratch, a->qkv, B, T, c->NH, c->NKV, c->HS, 1.0f / sqrtf((float)c->HS),
-                      stream);
+                      stream, model_dropout(m, DROPOUT_ATTENTION, layer));
 }
 
 /* norm_2 -> fc, fc_act. GELU is part of the product. */
@@ -448,12 +479,14 @@ static void block_forward(Model* m, int layer, int B, int T, bool input_is_there
     const floatX* below = input_is_there ? a.residual : model_block(m, layer - 1).residual_2;
     norm_forward(m, unit, NORM_1_WEIGHT, a.residual, a.norm_1, m->norm_1_mean, m->norm_1_rstd, a.first_row, below,
                  input_is_there ? nullptr : m->branch, N);
-    attention_part(m, unit, &a, B, T);
+    attention_part(m, layer, &a, B, T);
     linear_forward(m, unit, PROJ_WEIGHT, m->branch, a.att, N, (int)config_dim(c, Dim::Q), c->C);
+    drop(m, m->branch, m->branch, DROPOUT_PROJ, layer, B, T);
     norm_forward(m, unit, NORM_2_WEIGHT, a.residual_2, a.norm_2, m->norm_2_mean, m->norm_2_rstd, a.first_row,
                  a.residual, m->branch, N);
     mlp_part(m, unit, &a, N);
     linear_forward(m, unit, FCPROJ_WEIGHT, m->branch, a.fc_act, N, F, c->C);
+    drop(m, m->branch, m->branch, DROPOUT_FCPROJ, layer, B, T);
 }
 
 /* Makes again what the backward of block `layer` needs and was not kept, segments aside. */
@@ -465,7 +498,7 @@ static void block_restore(Model* m, int layer, int B, int T)
     Block a = model_block(m, layer);
     norm_forward(m, unit, NORM_1_WEIGHT, nullptr, a.norm_1, m->norm_1_mean, m->norm_1_rstd, a.first_row, a.residual,
                  nullptr, N);
-    if (m->recompute >= Recompute::ATTENTION) attention_part(m, unit, &a, B, T);
+    if (m->recompute >= Recompute::ATTENTION) attention_part(m, layer, &a, B, T);
     norm_forward(m, unit, NORM_2_WEIGHT, nullptr, a.norm_2, m->norm_2_mean, m->norm_2_rstd, a.first_row, a.residual_2,
                  nullptr, N);
     if (m->recompute >= Recompute::MLP) mlp_part(m, unit, &a, N);
@@ -508,21 +541,23 @@ static void block_backward(Model* m, int layer, int B, int T)
     int Q = (int)config_dim(c, Dim::Q), QKV = (int)config_dim(c, Dim::QKV);
     Block a = model_block(m, layer);
     // MLP
+    const floatX* dbranch = branch_gradient(m, DROPOUT_FCPROJ, layer, B, T);
     if (is_llama(m)) {
-        linear_backward(m, unit, FCPROJ_WEIGHT, m->dfc_act, m->dresidual, a.fc_act, N, F, C);
+        linear_backward(m, unit, FCPROJ_WEIGHT, m->dfc_act, dbranch, a.fc_act, N, F, C);
         swiglu_backward(m->dfc, m->dfc_act, a.fc, N, F, stream);
     } else {
         matmul_backward_weight(model_grad(m, unit, FCPROJ_WEIGHT), model_grad(m, unit, FCPROJ_BIAS), m->scratch,
-                               m->dresidual, a.fc_act, N, F, C, linear_layout(m), stream);
-        matmul_backward_input_gelu(m->dfc, m->dresidual, model_param(m, unit, FCPROJ_WEIGHT), a.fc, N, F, C,
+                               dbranch, a.fc_act, N, F, C, linear_layout(m), stream);
+        matmul_backward_input_gelu(m->dfc, dbranch, model_param(m, unit, FCPROJ_WEIGHT), a.fc, N, F, C,
                                    linear_layout(m), c->gelu, stream);
     }
     linear_backward(m, unit, FC_WEIGHT, m->dnorm, m->dfc, a.norm_2, N, C, FC);
     norm_backward(m, unit, NORM_2_WEIGHT, a.residual_2, m->norm_2_mean, m->norm_2_rstd, a.first_row, N);
     // attention
-    linear_backward(m, unit, PROJ_WEIGHT, m->dnorm, m->dresidual, a.att, N, Q, C);
+    dbranch = branch_gradient(m, DROPOUT_PROJ, layer, B, T);
+    linear_backward(m, unit, PROJ_WEIGHT, m->dnorm, dbranch, a.att, N, Q, C);
     attention_backward(m->dqkv, m->scratch, m->dnorm, a.att, a.att_lse, a.qkv, B, T, c->NH, c->NKV, c->HS,
-                       1.0f / sqrtf((float)c->HS), stream);
+                       1.0f / sqrtf((float)c->HS), stream, model_dropout(m, DROPOUT_ATTENTION, layer));
     if (is_llama(m)) rope_backward(m->dqkv, m->rope, nullptr, N, T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
     linear_backward(m, unit, QKV_WEIGHT, m->dnorm, m->dqkv, a.norm_1, N, C, QKV);
     norm_backward(m, unit, NORM_1_WEIGHT, a.residual, m->norm_1_mean, m->norm_1_rstd, a.first_row, N);

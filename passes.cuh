@@ -92,7 +92,10 @@ static void model_forward(Model* m, int B, int T)
     for (int layer = 0; layer < c->L; layer++) {
         bool offloads = m->offloads && starts_segment(m, layer);
         if (offloads) offload_write_begin(&m->inputs, layer / m->segment_layers);
-        if (layer == 0) embed_forward(m, m->residual, nullptr, B * T, T);
+        if (layer == 0) {
+            embed_forward(m, m->residual, nullptr, B * T, T);
+            drop(m, m->residual, m->residual, DROPOUT_EMBEDDING, 0, B, T);
+        }
         zero_params_begin(m->zero, unit_block(c, layer));
         block_forward(m, layer, B, T, layer == 0);
         if (offloads) offload_write_end(&m->inputs, layer / m->segment_layers);
@@ -232,6 +235,7 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
         block_backward(m, layer, B, T);
         zero_gradient_end(z, unit, micro, num_micro);
     }
+    drop(m, m->dresidual, m->dresidual, DROPOUT_EMBEDDING, 0, B, T);
     for (int piece = c->num_pieces - 1; piece >= 0; piece--) {
         int embed = unit_embed(c, piece);
         zero_gradient_begin(z, embed);

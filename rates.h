@@ -23,7 +23,7 @@ static double optimizer_weight_decay(const Flags* f)
 static OptimizerConfig optimizer_config(const Flags* f)
 {
     return {optimizer_find(f->optimizer)->optimizer, (float)f->beta1, (float)optimizer_beta2(f), (float)f->eps,
-            (float)optimizer_momentum(f), (float)f->dampening, f->nesterov};
+            (float)optimizer_momentum(f), (float)f->dampening, f->nesterov, (uint64_t)f->seed};
 }
 
 /* Flags of one optimizer are refused with another. */

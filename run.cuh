@@ -7,8 +7,9 @@
 #include "data/tokenizer.h"
 #include "generate.cuh"
 #include "passes.cuh"
-#include "zero/save.h"
+#include "ramp.h"
 #include "rates.h"
+#include "zero/save.h"
 #include "zero/update.h"
 
 /* What trains when -m is not given. */
@@ -21,7 +22,14 @@
 enum { STEPS_IN_FLIGHT = 2 };      // the host enqueues step s + 1 before it reads the result of step s
 
 /* What may be traded for memory. */
-typedef struct Setting { int stage; Recompute recompute; int segment_layers; int B, G; bool offloads; } Setting;
+typedef struct Setting {
+    int stage;
+    Recompute recompute;
+    int segment_layers;
+    int B, G;
+    bool offloads;
+    Storage storage;
+} Setting;
 
 typedef struct Run {
     const Flags* flags;
@@ -40,6 +48,7 @@ typedef struct Run {
     int B, G, T;
     Setting setting;
     size_t global_batch;           // B * G * R sequences
+    Ramp batch_ramp, seq_ramp;     // of global_batch and T
     size_t num_steps;              // where the run ends
     size_t step;                   // steps done, skipped ones included
     RunLog log;
@@ -151,6 +160,23 @@ static void open_data(Run* run)
     }
 }
 
+/* Micro-steps and tokens of a sequence in step `step`, counted from 0. */
+static size_t step_micro_steps(const Run* run, size_t step)
+{
+    const size_t unit = (size_t)run->B * run->comm.num_ranks;
+    return ramp_size(run->batch_ramp, step, unit, run->global_batch) / unit;
+}
+static int step_seq_len(const Run* run, size_t step) { return (int)ramp_size(run->seq_ramp, step, 8, run->T); }
+
+/* The step that uses up `windows`, from step `first` on. */
+static size_t last_step(const Run* run, size_t first, size_t windows)
+{
+    size_t step = first, used = 0;
+    for (; used < windows && step < run->batch_ramp.steps; step++)
+        used += step_micro_steps(run, step) * run->B * run->comm.num_ranks;
+    return used < windows ? step + ceil_div(windows - used, run->global_batch) : step;
+}
+
 static void open_loaders(Run* run)
 {
     const Flags* f = run->flags;
@@ -170,7 +196,7 @@ static void open_loaders(Run* run)
     } else {
         size_t windows = run->train->num_windows * (size_t)f->epochs;
         run->train->config.limit_windows = windows;
-        run->num_steps = ceil_div(windows, run->global_batch);
+        run->num_steps = last_step(run, 0, windows);
     }
     if (!run->has_val) return;
     config.flag = "--val";
@@ -254,6 +280,34 @@ static void recompute_from_flag(Setting* s, const char* value, int L)
     s->segment_layers = k < L ? (int)k : L;
 }
 
+static Dtype dtype_find(const char* name)
+{
+    for (int i = 0; i < (int)(sizeof dtype_names / sizeof dtype_names[0]); i++)
+        if (strcmp(name, dtype_names[i]) == 0) return (Dtype)i;
+    return FLOATX_DTYPE;                                     // "none": what the parameters are kept in
+}
+
+/* --master, --state-dtype, --grad-dtype and --comm-dtype, which must make sense at this precision. */
+static Storage storage_from_flags(const Flags* f)
+{
+    bool fp32_master = strcmp(f->master, "fp32") == 0;
+    if (!fp32_master && strcmp(FLOATX_NAME, "fp32") == 0)
+        die_usage("--master %s is for -p bf16: fp32 parameters are their own master", f->master);
+    if (!fp32_master && is_fp16())
+        die_usage("--master %s is for -p bf16: an fp16 weight %s", f->master,
+                  strcmp(f->master, "split") == 0 ? "is not the upper half of a float"
+                                                  : "has no room for a small step: its smallest is 6e-8");
+    Dtype grads = dtype_find(f->grad_dtype);
+    Dtype sent = strcmp(f->comm_dtype, "grad") == 0 ? grads : dtype_find(f->comm_dtype);
+    if (grads != Dtype::FP32 && grads != FLOATX_DTYPE)
+        die_usage("--grad-dtype %s with -p %s: gradients are summed in fp32, or in the precision of the weights",
+                  f->grad_dtype, FLOATX_NAME);
+    if (grads != Dtype::FP32 && strcmp(f->optimizer, "muon") == 0)
+        die_usage("--grad-dtype %s with --optimizer muon: its steps are made where the gradients are, in fp32",
+                  f->grad_dtype);
+    return Storage{dtype_find(f->master), dtype_find(f->state_dtype), grads, sent};
+}
+
 /* Plans memory: everything the run will hold with its setting. */
 static void plan_run(Run* run, bool training)
 {
@@ -263,13 +317,15 @@ static void plan_run(Run* run, bool training)
     m->zero = &run->zero;
     m->recompute = s->recompute;
     m->segment_layers = s->segment_layers;
+    m->dropout = f->dropout;
+    m->attention_dropout = f->attn_dropout < 0 ? f->dropout : f->attn_dropout;
+    m->seed = (unsigned long long)f->seed;
     m->offloads = s->offloads && training;
     m->walks_vocab = s->stage == 3 && m->config.num_pieces > 1;
     model_visits(m);
     bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
     model_resident(m, resident);
-    ZeroConfig zero = {s->stage, resident, s->G, training, optimizer_find(f->optimizer),
-                       f->overlap != 0,
+    ZeroConfig zero = {s->stage, resident, s->G, training, s->storage, optimizer_find(f->optimizer), f->overlap != 0,
                        strcmp(f->reduce, "step") == 0, f->deterministic,
                        (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
@@ -293,6 +349,7 @@ static void plan_run(Run* run, bool training)
 /* What plan_run holds besides the plan itself. */
 static void plan_run_free(Run* run)
 {
+    free(run->zero.resident);
     buckets_free(&run->zero.grad_buckets);
     buckets_free(&run->zero.param_buckets);
     zero_optimizer_free(&run->zero);

@@ -140,7 +140,7 @@ static void resume_batch(Run* run, const RunState* state)
     SAY("        the global batch is %zu, was %zu\n", run->global_batch, state->global_batch);
     if (run->flags->given[FLAG_steps]) return;
     size_t end = run->train->config.limit_windows, position = state->position_windows;
-    run->num_steps = run->step + ceil_div(end > position ? end - position : 0, run->global_batch);
+    run->num_steps = last_step(run, run->step, end > position ? end - position : 0);
     run->config = step_config(run);
 }
 
@@ -176,6 +176,10 @@ static void resume(Run* run, char (&folder)[4096])
     double least = -comm_max_host(&run->comm, -(double)read_bytes);
     SAY("resume  %s: step %zu, window %zu | %.0f to %.0f bytes of tensors read by each rank\n", folder, state.step,
         state.position_windows, least, most);
+    if (state.fp32_weights && run->zero.storage.master == Dtype::BF16)
+        SAY("        --master none: the weights, fp32 until now, are rounded to bf16\n");
+    if (state.fp32_moments && run->zero.storage.moments == Dtype::BF16)
+        SAY("        --state-dtype bf16: the moments, fp32 until now, are rounded\n");
     if (state.seed != (unsigned long long)run->flags->seed)
         SAY("        --seed is %lld, was %llu: the order of the data changes here\n", (long long)run->flags->seed,
             state.seed);

@@ -17,6 +17,7 @@ typedef struct Config {
     bool qkv_bias, proj_bias, mlp_bias;
     Gelu gelu;              // GPT-2
     RopeConfig rope;        // LLaMA
+    float pdrop;            // dropout that config.json names; only said
     char* hf_text;          // config.json as it was read, written back as it is; null for presets
     int num_pieces, piece_rows;   // wte and the head as sub-units: model_tensors
 } Config;
@@ -124,6 +125,10 @@ static void config_read_gpt2(Config* c, const cJSON* j, const char* path)
     ENSURE(tanh_gelu || strcmp(activation, "gelu") == 0,
            "%s: activation_function is \"%s\", have gelu_new, gelu_pytorch_tanh and gelu", path, activation);
     c->gelu = tanh_gelu ? Gelu::TANH : Gelu::ERF;
+    for (const char* key : {"attn_pdrop", "embd_pdrop", "resid_pdrop"}) {
+        float p = (float)json_float_or(j, key, 0, 0, 1, path);
+        if (p > c->pdrop) c->pdrop = p;
+    }
     ENSURE(json_bool_or(j, "scale_attn_weights", true, path), "%s: scale_attn_weights false is not there yet", path);
     for (const char* key : {"scale_attn_by_inverse_layer_idx", "add_cross_attention"})
         ENSURE(!json_bool_or(j, key, false, path), "%s: %s true is not there yet", path, key);

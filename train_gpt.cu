@@ -99,6 +99,15 @@ static void print_start(Run* run, const char* model_name)
         run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
     if (run->comm.rank == 0) rates_print(f, stdout);
+    if (run->batch_ramp.steps > 0)
+        SAY("ramp    global batch from %zu, over %zu steps\n", run->batch_ramp.from, run->batch_ramp.steps);
+    if (run->seq_ramp.steps > 0)
+        SAY("ramp    tokens of a sequence from %zu, over %zu steps\n", run->seq_ramp.from, run->seq_ramp.steps);
+    if (run->model.dropout > 0 || run->model.attention_dropout > 0)
+        SAY("dropout %g of embeddings and branches, %g of attention probabilities\n", run->model.dropout,
+            run->model.attention_dropout);
+    else if (c->pdrop > 0 && !f->given[FLAG_dropout])
+        SAY("dropout none: config.json names %g, which is taken with --dropout %g\n", c->pdrop, c->pdrop);
     WireBytes wire = zero_wire_bytes(&run->zero);
     char optimizer_wire[64] = "";
     if (wire.optimizer > 0)
@@ -204,15 +213,18 @@ static void print_bar(Run* run, int micro)
 }
 
 // ---------------------------------------------------------------------------------------------------------- a step
-/* The next micro-batch of `loader` to the device; returns rows that are not empty. */
-static size_t load_batch(Run* run, Loader* loader, size_t count)
+/* The next micro-batch of `loader` to the device, T tokens of each row; returns rows that are not empty. */
+static size_t load_batch(Run* run, Loader* loader, size_t count, int T)
 {
     int k = (int)(count & 1);
     watch_move(run->comm.watch, "a micro-batch", (size_t)run->B * run->T);
-    size_t bytes = (size_t)run->B * run->T * sizeof(int);
+    size_t bytes = (size_t)run->B * T * sizeof(int);
     CUDA_CHECK(
         cudaEventSynchronize(run->batch_copied[k])); // the copy before the last: long done unless the host is far ahead
     size_t rows = loader_next(loader, run->h_tokens[k], run->h_targets[k]);
+    for (int b = 1; b < run->B && T < run->T; b++)   // the first T of each row, one row behind the other
+        for (int* h : {run->h_tokens[k], run->h_targets[k]})
+            memmove(h + (size_t)b * T, h + (size_t)b * run->T, T * sizeof(int));
     CUDA_CHECK(cudaMemcpyAsync(run->model.tokens, run->h_tokens[k], bytes, cudaMemcpyHostToDevice, run->zero.compute));
     CUDA_CHECK(
         cudaMemcpyAsync(run->model.targets, run->h_targets[k], bytes, cudaMemcpyHostToDevice, run->zero.compute));
@@ -227,14 +239,22 @@ static void train_step(Run* run)
     if (run->comm.watch != nullptr) run->comm.watch->step = run->step + 1;
     size_t asked_before = run->comm.asked_bytes;
     zero_step_begin(&run->zero);
-    float dloss = (float)(1.0 / run->config.nominal_toks);
-    for (int micro = 0; micro < run->G; micro++) {
-        load_batch(run, run->train, (size_t)micro);
-        model_train_micro(&run->model, run->B, run->T, dloss, micro, run->G);
+    size_t position = loader_position(run->train);
+    int G = (int)step_micro_steps(run, run->step), T = step_seq_len(run, run->step);
+    if ((size_t)G != run->train->config.G) loader_seek(run->train, position, (size_t)G);
+    StepConfig config = run->config;
+    config.nominal_toks = (double)run->B * G * run->comm.num_ranks * T;
+    float dloss = (float)(1.0 / config.nominal_toks);
+    run->model.drops = true;
+    for (int micro = 0; micro < G; micro++) {
+        load_batch(run, run->train, (size_t)micro, T);
+        run->model.first_sequence = position + ((size_t)micro * run->comm.num_ranks + run->comm.rank) * run->B;
+        model_train_micro(&run->model, run->B, T, dloss, micro, G);
         print_bar(run, micro);
     }
+    run->model.drops = false;
     zero_step_ask(&run->zero, signals_take());
-    zero_step_end(&run->zero, run->config, optimizer_config(run->flags), slot);
+    zero_step_end(&run->zero, config, optimizer_config(run->flags), slot);
     run->step_asked_bytes += run->comm.asked_bytes - asked_before;
     CUDA_CHECK(cudaEventRecord(run->step_ended[slot], run->zero.compute));
 }
@@ -291,7 +311,7 @@ static EvalResult evaluate(Run* run)
     CUDA_CHECK(cudaMemsetAsync(sums, 0, 2 * sizeof(double), z->compute));
     for (size_t i = 0; i < num_batches; i++) {
         if (ask_outside_step(run) == Ask::END) return EvalResult{};
-        load_batch(run, val, i);
+        load_batch(run, val, i, run->T);
         model_eval_micro(&run->model, sums, run->B, run->T);
     }
     comm_all_reduce(&run->comm, sums, 2, ncclFloat64, z->compute);
@@ -369,8 +389,9 @@ static void train(Run* run)
         SAY("asked to end: stops after step %zu%s\n", run->step,
             f->out[0] ? ", which is saved" : "; nothing is saved without -o");
     if (run->comm.num_ranks > 1 && run->step > 0)
-        SAY("sent    %zu bytes by rank 0, asked for %zu; %zu in steps, %zu a step as planned\n",
-            comm_sent_so_far(&run->comm), run->comm.asked_bytes, run->step_asked_bytes, wire_bytes_per_step(run));
+        SAY("sent    %zu bytes by rank 0, asked for %zu; %zu in steps, %zu a step as planned%s\n",
+            comm_sent_so_far(&run->comm), run->comm.asked_bytes, run->step_asked_bytes, wire_bytes_per_step(run),
+            run->batch_ramp.steps > 0 ? " at the end of the ramp" : "");
 }
 
 // --------------------------------------------------------------------------------------------------- weights, modes
@@ -384,7 +405,7 @@ static void weights_init(Run* run)
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
             tensor_init(bounce, t, tensor_file_place(t, part.first) + done, n, (uint64_t)run->flags->seed);
-            weights_from_host(&run->zero, t->unit, part.first + done, bounce, n);
+            zero_state_from_host(&run->zero, STATE_WEIGHTS, t->unit, part.first + done, n, bounce);
             done += n;
         }
     }
@@ -448,12 +469,15 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->elastic && resume_path[0]) batch_of_checkpoint(run, resume_path);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
     rates_apply(&run->model.shard, f);
-    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false};
+    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false, storage_from_flags(f)};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
     run->setting.offloads = strcmp(f->offload, "activations") == 0;
     if (run->setting.offloads && run->setting.recompute != Recompute::BLOCKS && !f->auto_)
         die_usage("--offload activations moves the inputs that -r block or -r K keeps: give one of them");
     if (f->auto_) setting_choose(run, device_free_bytes(run));
+    run->batch_ramp = ramp_parse("--batch-ramp", f->batch_ramp, (size_t)run->B * run->comm.num_ranks,
+                                 run->global_batch);
+    run->seq_ramp = ramp_parse("--seq-ramp", f->seq_ramp, 8, run->T);
     if (run->train_set.num_files > 0) open_loaders(run);
     run->config = step_config(run);
     if (!f->plan) {

@@ -166,11 +166,11 @@ static inline bool loader_read_window(Loader* l, size_t window_idx, int* inputs,
 }
 
 /* Micro-batch m since the position `start`, as this rank sees it. */
-static inline void loader_read_slot(Loader* l, LoaderSlot* slot, size_t start, size_t m)
+static inline void loader_read_slot(Loader* l, LoaderSlot* slot, size_t start, size_t G, size_t m)
 {
     const LoaderConfig* c = &l->config;
-    size_t batch_start = start + m / c->G * (c->B * c->G * c->R);
-    size_t first = batch_start + (m % c->G * c->R + c->rank) * c->B;
+    size_t batch_start = start + m / G * (c->B * G * c->R);
+    size_t first = batch_start + (m % G * c->R + c->rank) * c->B;
     slot->num_rows = 0;
     slot->failed = false;
     for (size_t b = 0; b < c->B; b++) {
@@ -195,10 +195,10 @@ static inline void* loader_thread(void* argument)
     for (;;) {
         while (!l->stop && l->num_read - l->num_taken == LOADER_SLOTS) pthread_cond_wait(&l->changed, &l->lock);
         if (l->stop) break;
-        size_t seek = l->num_seeks, start = l->start, m = l->num_read;
+        size_t seek = l->num_seeks, start = l->start, G = l->config.G, m = l->num_read;
         LoaderSlot* slot = &l->slots[m % LOADER_SLOTS];
         pthread_mutex_unlock(&l->lock);
-        loader_read_slot(l, slot, start, m);
+        loader_read_slot(l, slot, start, G, m);
         pthread_mutex_lock(&l->lock);
         if (seek != l->num_seeks) continue;           // read for a position that nobody wants any more
         l->num_read++;
@@ -265,10 +265,12 @@ static inline Loader* loader_open(const LoaderConfig* config, const TokenSet* se
     return l;
 }
 
-static inline void loader_seek(Loader* l, size_t position)
+/* With G micro-steps a step from there on; 0: as before. */
+static inline void loader_seek(Loader* l, size_t position, size_t G = 0)
 {
     pthread_mutex_lock(&l->lock);
     l->start = position;
+    if (G > 0) l->config.G = G;
     l->num_read = 0;
     l->num_taken = 0;
     l->num_seeks++;

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """bench_save.py: what checkpoints cost training: GPT-2 124M, B=4, T=64, fp32, one rank on all cores of this machine.
 
-One run saves at every 12th step. The 6 steps that a save falls into against the 6 after them, which none does, in wall
-time and in CPU time of all threads: so a machine that drifts does not matter, and one that others use matters only to
-the wall time. What a save costs is set against 20 steps without one.
-    dev/bench_save.py [NUM_SAVES]      default 3: 47 steps, about a minute on two quiet cores
+One run saves at every 40th step. The 20 steps that a save falls into against the 20 after, which none does, in wall
+time and in CPU time of all threads: a machine that drifts does not matter then, and one that others use matters less.
+What a save costs is set against 20 steps without one.
+    dev/bench_save.py [NUM_SAVES]      default 2: 119 steps, about 3 minutes on two quiet cores
 """
 import os
 import pathlib
@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "test")]
 import init  # noqa: E402
 import util  # noqa: E402
 
-WINDOW = 6
+WINDOW = 20
 
 
 def cpu_seconds(pid):
@@ -41,7 +41,7 @@ def step_times(folder, num_steps):
 
 
 def main():
-    num_saves = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    num_saves = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
         folder = pathlib.Path(folder)
         util.shard_write(folder / "data" / "train_000000.bin", init.tokens(100000, 50257, 1), 50257)

@@ -1,7 +1,7 @@
 /* attention.cuh: causal self-attention with grouped keys and values, tile by tile: no T x T matrix is ever stored.
  *   s[i,j] = scale * q[i] . k[j]  for j <= i      lse[i] = log sum_j exp(s[i,j])      p[i,j] = exp(s[i,j] - lse[i])
- *   out[i] = sum_j p[i,j] * v[j]
- *   ds[i,j] = p[i,j] * (dout[i] . v[j] - delta[i])      delta[i] = dout[i] . out[i]
+ *   out[i] = sum_j p[i,j] * v[j]             with dropout, k[i,j] * p[i,j], where k is 0 or 1/(1 - drop)
+ *   ds[i,j] = p[i,j] * (k[i,j] * dout[i] . v[j] - delta[i])      delta[i] = dout[i] . out[i]
  *   dq[i] = scale * sum_j ds[i,j] * k[j]    dk[j] = scale * sum_i ds[i,j] * q[i]    dv[j] = sum_i p[i,j] * dout[i]
  * shapes  qkv dqkv (B,T,(NH+2*NKV)*HS) floatX, a row holding q heads, k heads, v heads; out dout (B,T,NH*HS) floatX;
  *         lse (B,NH,T) fp32; scratch (attention_scratch_elems(B,T,NH,HS)) fp32
@@ -13,7 +13,7 @@
  * source  Dao et al. 2022, arXiv:2205.14135 (tiles, online softmax, recomputation); the transposed scores of the CPU
  *         code are our own */
 #pragma once
-#include "common.cuh"
+#include "dropout.cuh"
 #ifdef DEVICE_CPU
 #include "cpu/gemm.h"
 #endif
@@ -27,6 +27,11 @@ HOSTDEV size_t attention_q(AttentionDims a, int b, int h) { return (size_t)b * a
 HOSTDEV size_t attention_k(AttentionDims a, int b, int kv_head) { return attention_q(a, b, a.NH + kv_head); }
 HOSTDEV size_t attention_v(AttentionDims a, int b, int kv_head) { return attention_q(a, b, a.NH + a.NKV + kv_head); }
 HOSTDEV size_t attention_o(AttentionDims a, int b, int h) { return (size_t)b * a.T * attention_ld_out(a) + h * a.HS; }
+/* k of one score. */
+HOSTDEV float attention_keep(DropoutKey key, const Dropout& d, int query, int key_idx, int T)
+{
+    return dropout_keeps(key, (unsigned)query * (unsigned)T + (unsigned)key_idx, d.threshold) ? d.scale : 0.0f;
+}
 HOSTDEV size_t attention_l(AttentionDims a, int b, int h) { return ((size_t)b * a.NH + h) * a.T; }
 
 #ifdef DEVICE_CPU
@@ -158,7 +163,18 @@ static void attention_softmax(float* s, float* max, float* sum, float* acc_t, in
     }
 }
 
-static void attention_forward_head(floatX* out, float* lse, const AttentionSpace* s, const floatX* q, AttentionDims a)
+/* Multiplies a tile by k. */
+static void attention_drop(float* s, DropoutKey drop_key, const Dropout& d, int query, int key, int num_keys, int T)
+{
+    for (int j = 0; j < num_keys; j++) {
+        #pragma omp simd
+        for (int i = 0; i < ATTENTION_QUERIES; i++)
+            s[j * GEMM_NR + i] *= attention_keep(drop_key, d, query + i, key + j, T);
+    }
+}
+
+static void attention_forward_head(floatX* out, float* lse, const AttentionSpace* s, const floatX* q, AttentionDims a,
+                                   DropoutKey drop_key, const Dropout& d)
 {
     const int T = a.T, HS = a.HS;
     const size_t ld = attention_ld_qkv(a), ld_out = attention_ld_out(a);
@@ -175,6 +191,7 @@ static void attention_forward_head(floatX* out, float* lse, const AttentionSpace
             attention_scores(s->p, s->k_rows + (size_t)key * HS, s->q_t, num_keys, num_vectors, HS);
             attention_mask(s->p, key - first, num_keys);
             attention_softmax(s->p, max, sum, s->acc_t, num_keys, num_vectors, HS, a.scale);
+            if (d.threshold > 0) attention_drop(s->p, drop_key, d, first, key, num_keys, T);
             attention_gather(s->acc_t, s->v_cols + key * GEMM_MR, panel_elems, s->p, num_keys, num_vectors, HS);
         }
         for (int col = 0; col < num_vectors * VF; col += VF) {
@@ -215,7 +232,8 @@ static void attention_softmax_backward(float* s, float* dp, const float* lse, co
 
 /* One query head: writes dq, adds to s->dk and s->dv. */
 static void attention_backward_head(floatX* dq, const AttentionSpace* s, const floatX* dout, const floatX* out,
-                                    const float* lse, const floatX* q, AttentionDims a)
+                                    const float* lse, const floatX* q, AttentionDims a, DropoutKey drop_key,
+                                    const Dropout& d)
 {
     const int T = a.T, HS = a.HS;
     const size_t ld = attention_ld_qkv(a), ld_out = attention_ld_out(a), width = round_up(HS, VF);
@@ -238,7 +256,9 @@ static void attention_backward_head(floatX* dq, const AttentionSpace* s, const f
             attention_scores(s->p, s->k_rows + (size_t)key * HS, s->q_t, num_keys, num_vectors, HS);
             attention_scores(s->ds, s->v_rows + (size_t)key * HS, s->dout_t, num_keys, num_vectors, HS);
             attention_mask(s->p, key - first, num_keys);
+            if (d.threshold > 0) attention_drop(s->ds, drop_key, d, first, key, num_keys, T);
             attention_softmax_backward(s->p, s->ds, block_lse, delta, num_keys, num_vectors, a.scale);
+            if (d.threshold > 0) attention_drop(s->p, drop_key, d, first, key, num_keys, T);
             attention_scatter(s->dv + key * width, s->p, s->dout, num_keys, num_queries, HS);
             attention_scatter(s->dk + key * width, s->ds, s->q, num_keys, num_queries, HS);
             attention_gather(s->acc_t, s->k_cols + key * GEMM_MR, panel_elems, s->ds, num_keys, num_vectors, HS);
@@ -248,7 +268,8 @@ static void attention_backward_head(floatX* dq, const AttentionSpace* s, const f
 }
 
 /* Threads share out the query heads. */
-static void attention_forward_cpu(floatX* out, float* lse, float* scratch, const floatX* qkv, AttentionDims a)
+static void attention_forward_cpu(floatX* out, float* lse, float* scratch, const floatX* qkv, AttentionDims a,
+                                  const Dropout& d)
 {
     const size_t ld = attention_ld_qkv(a), thread_elems = attention_thread_elems(a.T, a.HS);
     #pragma omp parallel for schedule(dynamic) num_threads(attention_num_threads())
@@ -259,13 +280,13 @@ static void attention_forward_cpu(floatX* out, float* lse, float* scratch, const
         attention_pack_rows(s.k_rows, qkv + attention_k(a, b, kv_head), ld, a.T, a.HS);
         attention_pack_cols(s.v_cols, qkv + attention_v(a, b, kv_head), ld, a.T, a.HS);
         attention_forward_head(out + attention_o(a, b, h), lse + attention_l(a, b, h), &s,
-                               qkv + attention_q(a, b, h), a);
+                               qkv + attention_q(a, b, h), a, dropout_key(d, b, h), d);
     }
 }
 
 /* Threads share out the key/value heads: the query heads that read one follow each other and add up its dk and dv. */
 static void attention_backward_cpu(floatX* dqkv, float* scratch, const floatX* dout, const floatX* out,
-                                   const float* lse, const floatX* qkv, AttentionDims a)
+                                   const float* lse, const floatX* qkv, AttentionDims a, const Dropout& d)
 {
     const int T = a.T, HS = a.HS, group = a.NH / a.NKV;
     const size_t ld = attention_ld_qkv(a), width = round_up(HS, VF), thread_elems = attention_thread_elems(T, HS);
@@ -282,7 +303,8 @@ static void attention_backward_cpu(floatX* dqkv, float* scratch, const floatX* d
         memset(s.dv, 0, round_up(T, GEMM_MR) * width * sizeof(float));
         for (int h = kv_head * group; h < (kv_head + 1) * group; h++) {
             const size_t q = attention_q(a, b, h), o = attention_o(a, b, h);
-            attention_backward_head(dqkv + q, &s, dout + o, out + o, lse + attention_l(a, b, h), qkv + q, a);
+            attention_backward_head(dqkv + q, &s, dout + o, out + o, lse + attention_l(a, b, h), qkv + q, a,
+                                    dropout_key(d, b, h), d);
         }
         for (int t = 0; t < T; t++) {
             vf_copy(dqkv + k + t * ld, s.dk + t * width, HS);
@@ -366,8 +388,8 @@ template<int HSP> DEV void attention_add(float (&sum)[AttentionShape<HSP>::R][At
 }
 
 /* grid (query blocks, NH, B), the longest first. Rows are queries, lanes keys. */
-template<int HSP> static __global__ void __launch_bounds__(ATTENTION_BLOCK, 3)
-attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, AttentionDims a)
+template<int HSP, bool DROPS> static __global__ void __launch_bounds__(ATTENTION_BLOCK, 3)
+attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, AttentionDims a, Dropout d)
 {
     typedef AttentionShape<HSP> S;
     DYN_SHARED(float, shared);
@@ -397,6 +419,9 @@ attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, AttentionDi
             max_score[r] = new_max;
             sum[r] = sum[r] * shrink + weight;                  // of this lane's keys
             weights[r * ATTENTION_TILE + lane] = weight;
+            if constexpr (DROPS)
+                weights[r * ATTENTION_TILE + lane] =
+                    weight * attention_keep(dropout_key(d, b, h), d, row + r, key + lane, a.T);
 #pragma unroll
             for (int c = 0; c < S::LANE; c++) acc[r][c] *= shrink;
         }
@@ -430,9 +455,9 @@ static __global__ void attention_delta_kernel(float* delta, const floatX* dout, 
 }
 
 /* grid (query blocks, NH, B), the longest first. Rows are queries, lanes keys. */
-template<int HSP> static __global__ void __launch_bounds__(ATTENTION_BLOCK, 3)
+template<int HSP, bool DROPS> static __global__ void __launch_bounds__(ATTENTION_BLOCK, 3)
 attention_backward_q_kernel(floatX* dqkv, const floatX* dout, const float* lse, const float* delta, const floatX* qkv,
-                            AttentionDims a)
+                            AttentionDims a, Dropout d)
 {
     typedef AttentionShape<HSP> S;
     DYN_SHARED(float, shared);
@@ -462,6 +487,7 @@ attention_backward_q_kernel(floatX* dqkv, const floatX* dout, const float* lse, 
 #pragma unroll
         for (int r = 0; r < S::R; r++) {
             const bool seen = key + lane <= row + r && row + r < a.T;
+            if constexpr (DROPS) dp[r] *= attention_keep(dropout_key(d, b, h), d, row + r, key + lane, a.T);
             const float ds = seen ? expf(a.scale * s[r] - row_lse[r]) * (dp[r] - row_delta[r]) : 0.0f;
             weights[r * ATTENTION_TILE + lane] = a.scale * ds;
         }
@@ -476,9 +502,9 @@ attention_backward_q_kernel(floatX* dqkv, const floatX* dout, const float* lse, 
 }
 
 /* grid (key blocks, NKV, B). Rows are keys, lanes queries, of one query head of the group after another. */
-template<int HSP> static __global__ void __launch_bounds__(ATTENTION_BLOCK, 2)
+template<int HSP, bool DROPS> static __global__ void __launch_bounds__(ATTENTION_BLOCK, 2)
 attention_backward_kv_kernel(floatX* dqkv, const floatX* dout, const float* lse, const float* delta, const floatX* qkv,
-                             AttentionDims a)
+                             AttentionDims a, Dropout d)
 {
     typedef AttentionShape<HSP> S;
     DYN_SHARED(float, shared);
@@ -510,11 +536,18 @@ attention_backward_kv_kernel(floatX* dqkv, const floatX* dout, const float* lse,
                 const bool seen = row + r <= query + lane && exists;
                 s[r] = seen ? expf(a.scale * s[r] - query_lse) : 0.0f;
                 weights[r * ATTENTION_TILE + lane] = s[r];
+                if constexpr (DROPS)
+                    weights[r * ATTENTION_TILE + lane] *=
+                        attention_keep(dropout_key(d, b, h), d, query + lane, row + r, a.T);
             }
             __syncthreads();
             attention_load_tile<HSP>(tile, dout_head, ld_out, query, a);
             __syncthreads();
             attention_dots<HSP>(dp, values, tile);
+            if constexpr (DROPS)
+#pragma unroll
+                for (int r = 0; r < S::R; r++)
+                    dp[r] *= attention_keep(dropout_key(d, b, h), d, query + lane, row + r, a.T);
             attention_add<HSP>(dv, weights, tile);
             __syncwarp();
 #pragma unroll
@@ -543,32 +576,34 @@ template<class Kernel> static void attention_allow_shared(Kernel kernel, size_t 
         CUDA_CHECK(cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
 }
 
-template<int HSP> static void attention_forward_launch(floatX* out, float* lse, const floatX* qkv, AttentionDims a,
-                                                       cudaStream_t stream)
+template<int HSP, bool DROPS> static void attention_forward_launch(floatX* out, float* lse, const floatX* qkv,
+                                                                   AttentionDims a, Dropout d, cudaStream_t stream)
 {
     typedef AttentionShape<HSP> S;
     const dim3 grid(ceil_div(a.T, S::ROWS), a.NH, a.B);
     const size_t bytes = (S::TILE_ELEMS + S::ROWS_ELEMS + S::WEIGHT_ELEMS) * sizeof(float);
-    attention_allow_shared(attention_forward_kernel<HSP>, bytes);
-    LAUNCH((attention_forward_kernel<HSP>), grid, ATTENTION_BLOCK, bytes, stream, out, lse, qkv, a);
+    attention_allow_shared(attention_forward_kernel<HSP, DROPS>, bytes);
+    LAUNCH((attention_forward_kernel<HSP, DROPS>), grid, ATTENTION_BLOCK, bytes, stream, out, lse, qkv, a, d);
     CUDA_CHECK(cudaGetLastError());
 }
 
-template<int HSP> static void attention_backward_launch(floatX* dqkv, float* delta, const floatX* dout,
-                                                        const floatX* out, const float* lse, const floatX* qkv,
-                                                        AttentionDims a, cudaStream_t stream)
+template<int HSP, bool DROPS> static void attention_backward_launch(floatX* dqkv, float* delta, const floatX* dout,
+                                                                    const floatX* out, const float* lse,
+                                                                    const floatX* qkv, AttentionDims a, Dropout d,
+                                                                    cudaStream_t stream)
 {
     typedef AttentionShape<HSP> S;
     const size_t bytes = (S::TILE_ELEMS + 2 * S::ROWS_ELEMS + S::WEIGHT_ELEMS) * sizeof(float);
     const dim3 grid_q(ceil_div(a.T, S::ROWS), a.NH, a.B), grid_kv(ceil_div(a.T, S::ROWS), a.NKV, a.B);
     LAUNCH(attention_delta_kernel, ceil_div((size_t)a.B * a.NH * a.T, 8), 256, 0, stream, delta, dout, out, a);
     CUDA_CHECK(cudaGetLastError());
-    attention_allow_shared(attention_backward_q_kernel<HSP>, bytes);
-    LAUNCH((attention_backward_q_kernel<HSP>), grid_q, ATTENTION_BLOCK, bytes, stream, dqkv, dout, lse, delta, qkv, a);
+    attention_allow_shared(attention_backward_q_kernel<HSP, DROPS>, bytes);
+    LAUNCH((attention_backward_q_kernel<HSP, DROPS>), grid_q, ATTENTION_BLOCK, bytes, stream, dqkv, dout, lse, delta,
+           qkv, a, d);
     CUDA_CHECK(cudaGetLastError());
-    attention_allow_shared(attention_backward_kv_kernel<HSP>, bytes);
-    LAUNCH((attention_backward_kv_kernel<HSP>), grid_kv, ATTENTION_BLOCK, bytes, stream, dqkv, dout, lse, delta, qkv,
-           a);
+    attention_allow_shared(attention_backward_kv_kernel<HSP, DROPS>, bytes);
+    LAUNCH((attention_backward_kv_kernel<HSP, DROPS>), grid_kv, ATTENTION_BLOCK, bytes, stream, dqkv, dout, lse, delta,
+           qkv, a, d);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -584,8 +619,11 @@ static size_t attention_scratch_elems(int B, int T, int NH, int HS)
 }
 #endif
 
-#define ATTENTION_FOR_HEAD_SIZE(HS, launch, ...) \
-    ((HS) <= 64 ? launch<64>(__VA_ARGS__) : (HS) <= 128 ? launch<128>(__VA_ARGS__) : launch<256>(__VA_ARGS__))
+#define ATTENTION_FOR(HS, drops, launch, ...) \
+    ((HS) <= 64 ? launch<64, drops>(__VA_ARGS__) \
+     : (HS) <= 128 ? launch<128, drops>(__VA_ARGS__) : launch<256, drops>(__VA_ARGS__))
+#define ATTENTION_FOR_HEAD_SIZE(HS, d, launch, ...) \
+    ((d).threshold > 0 ? ATTENTION_FOR(HS, true, launch, __VA_ARGS__) : ATTENTION_FOR(HS, false, launch, __VA_ARGS__))
 #endif
 
 static AttentionDims attention_dims(int B, int T, int NH, int NKV, int HS, float scale)
@@ -598,174 +636,35 @@ static AttentionDims attention_dims(int B, int T, int NH, int NKV, int HS, float
 }
 
 static void attention_forward(floatX* out, float* lse, float* scratch, const floatX* qkv, int B, int T, int NH, int NKV,
-                              int HS, float scale, cudaStream_t stream)
+                              int HS, float scale, cudaStream_t stream, Dropout d = {})
 {
     const AttentionDims a = attention_dims(B, T, NH, NKV, HS, scale);
-    ON_CPU(attention_forward_cpu(out, lse, scratch, qkv, a));
+    ON_CPU(attention_forward_cpu(out, lse, scratch, qkv, a, d));
 #ifndef DEVICE_CPU
     (void)scratch;
     if (!attention_uses_mma(a, {out, qkv}))
-        ATTENTION_FOR_HEAD_SIZE(HS, attention_forward_launch, out, lse, qkv, a, stream);
+        ATTENTION_FOR_HEAD_SIZE(HS, d, attention_forward_launch, out, lse, qkv, a, d, stream);
 #ifndef PREC_FP32
-    else ATTENTION_FOR_HEAD_SIZE(HS, attention_forward_mma, out, lse, qkv, a, stream);
+    else ATTENTION_FOR_HEAD_SIZE(HS, d, attention_forward_mma, out, lse, qkv, a, d, stream);
 #endif
 #endif
 }
 
 static void attention_backward(floatX* dqkv, float* scratch, const floatX* dout, const floatX* out, const float* lse,
                                const floatX* qkv, int B, int T, int NH, int NKV, int HS, float scale,
-                               cudaStream_t stream)
+                               cudaStream_t stream, Dropout d = {})
 {
     const AttentionDims a = attention_dims(B, T, NH, NKV, HS, scale);
-    ON_CPU(attention_backward_cpu(dqkv, scratch, dout, out, lse, qkv, a));
+    ON_CPU(attention_backward_cpu(dqkv, scratch, dout, out, lse, qkv, a, d));
 #ifndef DEVICE_CPU
     if (!attention_uses_mma(a, {dqkv, scratch, dout, out, qkv}))
-        ATTENTION_FOR_HEAD_SIZE(HS, attention_backward_launch, dqkv, scratch, dout, out, lse, qkv, a, stream);
+        ATTENTION_FOR_HEAD_SIZE(HS, d, attention_backward_launch, dqkv, scratch, dout, out, lse, qkv, a, d, stream);
 #ifndef PREC_FP32
-    else ATTENTION_FOR_HEAD_SIZE(HS, attention_backward_mma, dqkv, scratch, dout, out, lse, qkv, a, stream);
+    else ATTENTION_FOR_HEAD_SIZE(HS, d, attention_backward_mma, dqkv, scratch, dout, out, lse, qkv, a, d, stream);
 #endif
 #endif
 }
 
 #ifdef OP_TESTS
-#include "optest.h"
-
-/* Plain attention, row by row, with the row's probabilities. p has room for T. */
-template<class R> static void attention_row_ref(R* p, R* lse, const R* q, const R* k, size_t ld, int i, int HS, R scale)
-{
-    R max = -INFINITY, sum = 0;
-    for (int j = 0; j <= i; j++) {
-        p[j] = 0;
-        for (int d = 0; d < HS; d++) p[j] += q[d] * k[j * ld + d];
-        p[j] *= scale;
-        if (p[j] > max) max = p[j];
-    }
-    for (int j = 0; j <= i; j++) sum += p[j] = std::exp(p[j] - max);
-    for (int j = 0; j <= i; j++) p[j] /= sum;
-    *lse = max + std::log(sum);
-}
-
-template<class R> static void attention_forward_ref(R* out, R* lse, const R* qkv, AttentionDims a)
-{
-    const size_t ld = attention_ld_qkv(a);
-    #pragma omp parallel for
-    for (int item = 0; item < a.B * a.NH; item++) {
-        const int b = item / a.NH, h = item % a.NH, kv_head = h / (a.NH / a.NKV);
-        const R *q = qkv + attention_q(a, b, h), *k = qkv + attention_k(a, b, kv_head);
-        const R* v = qkv + attention_v(a, b, kv_head);
-        R* p = (R*)op_alloc(a.T * sizeof(R));
-        for (int i = 0; i < a.T; i++) {
-            attention_row_ref(p, &lse[attention_l(a, b, h) + i], q + i * ld, k, ld, i, a.HS, (R)a.scale);
-            R* o = out + attention_o(a, b, h) + i * attention_ld_out(a);
-            for (int d = 0; d < a.HS; d++) {
-                o[d] = 0;
-                for (int j = 0; j <= i; j++) o[d] += p[j] * v[j * ld + d];
-            }
-        }
-        free(p);
-    }
-}
-
-/* As the op: from what the forward left in out and lse. */
-template<class R> static void attention_backward_ref(R* dqkv, const R* dout, const R* out, const R* lse, const R* qkv,
-                                                     AttentionDims a)
-{
-    const size_t ld = attention_ld_qkv(a);
-    const R scale = a.scale;
-    memset(dqkv, 0, a.B * a.T * ld * sizeof(R));
-    #pragma omp parallel for
-    for (int b = 0; b < a.B; b++)
-        for (int h = 0; h < a.NH; h++)
-            for (int i = 0; i < a.T; i++) {
-                const int kv_head = h / (a.NH / a.NKV);
-                const size_t q = attention_q(a, b, h) + i * ld, k = attention_k(a, b, kv_head);
-                const size_t v = attention_v(a, b, kv_head);
-                const size_t o = attention_o(a, b, h) + i * attention_ld_out(a);
-                R delta = 0;
-                for (int d = 0; d < a.HS; d++) delta += dout[o + d] * out[o + d];
-                for (int j = 0; j <= i; j++) {
-                    R score = 0, dp = 0;
-                    for (int d = 0; d < a.HS; d++) score += qkv[q + d] * qkv[k + j * ld + d];
-                    for (int d = 0; d < a.HS; d++) dp += dout[o + d] * qkv[v + j * ld + d];
-                    const R p = std::exp(score * scale - lse[attention_l(a, b, h) + i]);
-                    const R ds = p * (dp - delta) * scale;
-                    for (int d = 0; d < a.HS; d++) {
-                        dqkv[q + d] += ds * qkv[k + j * ld + d];
-                        dqkv[k + j * ld + d] += ds * qkv[q + d];
-                        dqkv[v + j * ld + d] += p * dout[o + d];
-                    }
-                }
-            }
-}
-
-/* dims: B, T, NH, NKV, HS */
-static AttentionDims attention_test_dims(const OpRun* run)
-{
-    const int* d = run->dims;
-    return attention_dims(d[0], d[1], d[2], d[3], d[4], 1.0f / sqrtf((float)d[4]));
-}
-
-static void attention_forward_test(OpRun* run)
-{
-    const AttentionDims a = attention_test_dims(run);
-    OpTensor<floatX> qkv = op_input<floatX>(run, "qkv", a.B * a.T * attention_ld_qkv(a), 0.0, 1.5);
-    OpTensor<floatX> out = op_output<floatX>(run, "out", a.B * a.T * attention_ld_out(a));
-    OpTensor<float> lse = op_output<float>(run, "lse", (size_t)a.B * a.NH * a.T);
-    float* scratch = op_scratch<float>(run, attention_scratch_elems(a.B, a.T, a.NH, a.HS));
-    OP_RUN(run, 0, 2.0 * a.B * a.NH * a.T * (a.T + 1) * a.HS,
-           attention_forward(out.dev, lse.dev, scratch, qkv.dev, a.B, a.T, a.NH, a.NKV, a.HS, a.scale, 0));
-    attention_forward_ref(out.f64, lse.f64, qkv.f64, a);
-    attention_forward_ref(out.f32, lse.f32, qkv.f32, a);
-    op_check(run, out);
-    op_check(run, lse);
-}
-
-/* The double reference continues from out and lse in double; ours and the plain one from those rounded. */
-static void attention_backward_test(OpRun* run)
-{
-    const AttentionDims a = attention_test_dims(run);
-    OpTensor<floatX> qkv = op_input<floatX>(run, "qkv", a.B * a.T * attention_ld_qkv(a), 0.0, 1.5);
-    OpTensor<floatX> dout = op_input<floatX>(run, "dout", a.B * a.T * attention_ld_out(a), 0.0, 1.0);
-    OpTensor<floatX> dqkv = op_output<floatX>(run, "dqkv", qkv.n);
-    const size_t num_lse = (size_t)a.B * a.NH * a.T;
-    double *out64 = op_host(run, dout.n), *lse64 = op_host(run, num_lse);
-    memset(out64, 0, dout.n * sizeof(double)), memset(lse64, 0, num_lse * sizeof(double));
-    if (!run->bench) attention_forward_ref(out64, lse64, qkv.f64, a);
-    floatX* h_out = (floatX*)op_alloc(dout.n * sizeof(floatX));
-    float *out32 = (float*)op_alloc(dout.n * sizeof(float)), *lse32 = (float*)op_alloc(num_lse * sizeof(float));
-    for (size_t i = 0; i < num_lse; i++) lse32[i] = (float)lse64[i];
-    for (size_t i = 0; i < dout.n; i++) {
-        store_f(&h_out[i], (float)out64[i]);
-        out32[i] = load_f(h_out[i]);
-    }
-    const floatX* out = (const floatX*)op_bytes(run, "out", OpKind::INPUT, h_out, dout.n * sizeof(floatX));
-    const float* lse = (const float*)op_bytes(run, "lse", OpKind::INPUT, lse32, num_lse * sizeof(float));
-    float* scratch = op_scratch<float>(run, attention_scratch_elems(a.B, a.T, a.NH, a.HS));
-    OP_RUN(run, 0, 5.0 * a.B * a.NH * a.T * (a.T + 1) * a.HS,
-           attention_backward(dqkv.dev, scratch, dout.dev, out, lse, qkv.dev, a.B, a.T, a.NH, a.NKV, a.HS, a.scale, 0));
-    attention_backward_ref(dqkv.f64, dout.f64, out64, lse64, qkv.f64, a);
-    attention_backward_ref(dqkv.f32, dout.f32, out32, lse32, qkv.f32, a);
-    op_check(run, dqkv);
-    free(h_out);
-    free(out32);
-    free(lse32);
-    if (a.T > 100) return;
-    OP_CHECK_GRAD(run, dqkv, qkv, (attention_forward_ref(out64, lse64, qkv.f64, a), op_dot(out64, dout.f64, dout.n)));
-}
-
-#define ATTENTION_TEST(name, when, ...) {#name, name##_test, {__VA_ARGS__}, OpWhen::when}
-#define ATTENTION_TESTS(name) \
-    ATTENTION_TEST(name, ALWAYS, 1, 1, 1, 1, 1), ATTENTION_TEST(name, ALWAYS, 2, 7, 2, 2, 5), \
-    ATTENTION_TEST(name, ALWAYS, 1, 33, 3, 1, 16), ATTENTION_TEST(name, ALWAYS, 2, 64, 4, 2, 32), \
-    ATTENTION_TEST(name, ALWAYS, 1, 65, 1, 1, 64), ATTENTION_TEST(name, ALWAYS, 1, 100, 2, 1, 67), \
-    ATTENTION_TEST(name, ALWAYS, 1, 40, 1, 1, 128), ATTENTION_TEST(name, ALWAYS, 1, 37, 2, 1, 200), \
-    ATTENTION_TEST(name, ALWAYS, 1, 35, 1, 1, 256), ATTENTION_TEST(name, ALWAYS, 1, 2, 3, 1, 8), \
-    ATTENTION_TEST(name, ALWAYS, 1, 130, 2, 1, 56), ATTENTION_TEST(name, ALWAYS, 1, 129, 1, 1, 80), \
-    ATTENTION_TEST(name, ALWAYS, 1, 66, 2, 1, 136), ATTENTION_TEST(name, LARGE, 2, 257, 6, 3, 64), \
-    ATTENTION_TEST(name, LARGE, 1, 515, 4, 2, 128), ATTENTION_TEST(name, LARGE, 1, 300, 2, 1, 256), \
-    ATTENTION_TEST(name, LARGE, 1, 1024, 4, 4, 64), ATTENTION_TEST(name, LARGE, 1, 1600, 1, 1, 24), \
-    ATTENTION_TEST(name, BENCH, 4, 64, 12, 12, 64), ATTENTION_TEST(name, BENCH, 4, 256, 6, 6, 64), \
-    ATTENTION_TEST(name, BENCH, 1, 1024, 12, 12, 64), ATTENTION_TEST(name, BENCH, 1, 4096, 4, 2, 128)
-
-static const OpTest attention_tests[] = {ATTENTION_TESTS(attention_forward), ATTENTION_TESTS(attention_backward)};
+#include "attention_tests.h"
 #endif

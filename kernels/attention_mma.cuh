@@ -19,9 +19,9 @@ static constexpr int STATS_ROWS = 128;               // rows of statistics are p
 
 /* What a warp and a block take of each side. The sizes keep a block within 99 KiB of shared memory, what the
  * smallest card has, and a thread within 255 registers. */
-template <int HSP> struct MmaShape {
+template <int HSP, bool DROPS = false> struct MmaShape {
     static constexpr int CHUNKS = HSP / 8;                                     // of 16 bytes, in a row
-    static constexpr int M_FORWARD = HSP <= 128 ? 2 : 1;                       // 16-row tiles of a warp
+    static constexpr int M_FORWARD = HSP <= (DROPS ? 64 : 128) ? 2 : 1;        // 16-row tiles of a warp
     static constexpr int M_BACKWARD = HSP <= 64 ? 2 : 1;
     static constexpr int ROWS_FORWARD = 64 * M_FORWARD, ROWS_BACKWARD = 64 * M_BACKWARD;
     static constexpr int TILE_FORWARD = HSP <= 64 ? 64 : 32;                   // rows of a tile of the other side
@@ -170,6 +170,24 @@ template <int M, int N> DEV void mma_mask(float (&s)[M][N][4], int query, int ke
                     s[m][n][e] = -INFINITY;
 }
 
+/* Multiplies a tile by dropout's factors; query and key as in mma_mask. */
+template <int M, int N> DEV void mma_drop(float (&s)[M][N][4], DropoutKey drop_key, const Dropout& d, int query,
+                                          int key, int T)
+{
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const unsigned first = (unsigned)(query + 16 * m + 8 * i + lane / 4) * T + key + 2 * (lane % 4);
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+                    s[m][n][2 * i + e] *= dropout_keeps(drop_key, first + 8 * n + e, d.threshold) ? d.scale : 0.0f;
+        }
+}
+
 /* One tile of the online softmax: s becomes exp(scale * (s - max)), and max, sum and acc move to the new maximum. sum
  * is of this lane's keys only; max is of the row. */
 template <int M, int N, int C>
@@ -204,10 +222,10 @@ DEV void mma_softmax(float (&s)[M][N][4], float (&max_score)[M][2], float (&sum)
 }
 
 /* grid (query blocks, NH, B), the longest first. Rows are queries, tiles keys. */
-template <int HSP> static __global__ void __launch_bounds__(MMA_BLOCK, 2)
-attention_forward_mma_kernel(floatX* out, float* lse, const floatX* qkv, AttentionDims a)
+template <int HSP, bool DROPS> static __global__ void __launch_bounds__(MMA_BLOCK, 2)
+attention_forward_mma_kernel(floatX* out, float* lse, const floatX* qkv, AttentionDims a, Dropout d)
 {
-    typedef MmaShape<HSP> S;
+    typedef MmaShape<HSP, DROPS> S;
     constexpr int M = S::M_FORWARD, ROWS = S::ROWS_FORWARD, TILE = S::TILE_FORWARD;
     DYN_SHARED(floatX, queries);
     floatX *keys = queries + ROWS * HSP, *values = keys + 2 * TILE * HSP;
@@ -240,6 +258,7 @@ attention_forward_mma_kernel(floatX* out, float* lse, const floatX* qkv, Attenti
         mma_dot<HSP>(s, own, keys + now);
         if (key + TILE - 1 > row) mma_mask(s, row, key);
         mma_softmax(s, max_score, sum, acc, a.scale * LOG2_E);
+        if constexpr (DROPS) mma_drop(s, dropout_key(d, b, h), d, row, key, a.T);
         mma_add<HSP>(acc, s, values + now, 0);
     }
     float factor[M][2];
@@ -283,9 +302,9 @@ attention_stats_kernel(float* stats, const floatX* dout, const floatX* out, cons
 }
 
 /* grid (query blocks, NH, B), the longest first. Rows are queries, tiles keys. */
-template <int HSP> static __global__ void __launch_bounds__(MMA_BLOCK, 2)
+template <int HSP, bool DROPS> static __global__ void __launch_bounds__(MMA_BLOCK, 2)
 attention_backward_q_mma_kernel(floatX* dqkv, const floatX* dout, const float* stats, const floatX* qkv,
-                                AttentionDims a)
+                                AttentionDims a, Dropout d)
 {
     typedef MmaShape<HSP> S;
     constexpr int M = S::M_BACKWARD, ROWS = S::ROWS_BACKWARD, TILE = S::TILE_BACKWARD;
@@ -331,6 +350,7 @@ attention_backward_q_mma_kernel(floatX* dqkv, const floatX* dout, const float* s
             mma_dot<HSP>(s, own_q, keys + now + slice * HSP);
             mma_dot<HSP>(ds, own_dout, values + now + slice * HSP);
             if (key + S::SLICE_Q - 1 > row) mma_mask(s, row, key);
+            if constexpr (DROPS) mma_drop(ds, dropout_key(d, b, h), d, row, key, a.T);
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
@@ -395,11 +415,26 @@ template <int M, int N> DEV void mma_mask_transposed(float (&s)[M][N][4], int ke
                     s[m][n][e] = -INFINITY;
 }
 
+/* As mma_drop, rows being keys and columns queries. */
+template <int M, int N> DEV void mma_drop_transposed(float (&s)[M][N][4], DropoutKey drop_key, const Dropout& d,
+                                                     int key, int query, int T)
+{
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                s[m][n][e] *= attention_keep(drop_key, d, query + 8 * n + 2 * (lane % 4) + e % 2,
+                                             key + 16 * m + 8 * (e / 2) + lane / 4, T);
+}
+
 /* grid (key blocks, NKV * HSP/COLS, B): a block sums COLS of the head's elements. Rows are keys, tiles queries, of one
  * query head of the group after another. */
-template <int HSP> static __global__ void __launch_bounds__(MMA_BLOCK, 2)
+template <int HSP, bool DROPS> static __global__ void __launch_bounds__(MMA_BLOCK, 2)
 attention_backward_kv_mma_kernel(floatX* dqkv, const floatX* dout, const float* stats, const floatX* qkv,
-                                 AttentionDims a)
+                                 AttentionDims a, Dropout d)
 {
     typedef MmaShape<HSP> S;
     constexpr int M = S::M_BACKWARD, ROWS = S::ROWS_BACKWARD, TILE = S::TILE_BACKWARD, N = S::SLICE_KV / 8;
@@ -435,7 +470,13 @@ attention_backward_kv_mma_kernel(floatX* dqkv, const floatX* dout, const float* 
             mma_dot<HSP>(s, own_k, queries + at);
             mma_dot<HSP>(ds, own_v, douts + at);
             if (query < row + 16 * M - 1) mma_mask_transposed(s, row, query);
+            DropoutKey drop_key = {};
+            if constexpr (DROPS) {
+                drop_key = dropout_key(d, b, kv_head * group + tile / tiles_per_head);
+                mma_drop_transposed(ds, drop_key, d, row, query, a.T);
+            }
             mma_slice_backward(s, ds, lse_log2 + slice, delta + slice, a.scale * LOG2_E);
+            if constexpr (DROPS) mma_drop_transposed(s, drop_key, d, row, query, a.T);
             mma_add<HSP>(dv, s, douts + at, first_chunk);
             mma_add<HSP>(dk, ds, queries + at, first_chunk);
         }
@@ -456,20 +497,21 @@ static bool attention_uses_mma(AttentionDims a, std::initializer_list<const void
     return a.HS % 8 == 0;
 }
 
-template <int HSP> static void attention_forward_mma(floatX* out, float* lse, const floatX* qkv, AttentionDims a,
-                                                     cudaStream_t stream)
+template <int HSP, bool DROPS> static void attention_forward_mma(floatX* out, float* lse, const floatX* qkv,
+                                                                 AttentionDims a, Dropout d, cudaStream_t stream)
 {
-    typedef MmaShape<HSP> S;
+    typedef MmaShape<HSP, DROPS> S;
     const size_t bytes = S::FORWARD_ELEMS * sizeof(floatX);
     const dim3 grid(ceil_div(a.T, S::ROWS_FORWARD), a.NH, a.B);
-    attention_allow_shared(attention_forward_mma_kernel<HSP>, bytes);
-    LAUNCH((attention_forward_mma_kernel<HSP>), grid, MMA_BLOCK, bytes, stream, out, lse, qkv, a);
+    attention_allow_shared(attention_forward_mma_kernel<HSP, DROPS>, bytes);
+    LAUNCH((attention_forward_mma_kernel<HSP, DROPS>), grid, MMA_BLOCK, bytes, stream, out, lse, qkv, a, d);
     CUDA_CHECK(cudaGetLastError());
 }
 
-template <int HSP> static void attention_backward_mma(floatX* dqkv, float* stats, const floatX* dout, const floatX* out,
-                                                      const float* lse, const floatX* qkv, AttentionDims a,
-                                                      cudaStream_t stream)
+template <int HSP, bool DROPS> static void attention_backward_mma(floatX* dqkv, float* stats, const floatX* dout,
+                                                                  const floatX* out, const float* lse,
+                                                                  const floatX* qkv, AttentionDims a, Dropout d,
+                                                                  cudaStream_t stream)
 {
     typedef MmaShape<HSP> S;
     const size_t bytes = S::BACKWARD_ELEMS * sizeof(floatX), stats_bytes = 4 * S::TILE_BACKWARD * sizeof(float);
@@ -478,11 +520,12 @@ template <int HSP> static void attention_backward_mma(floatX* dqkv, float* stats
     LAUNCH((attention_stats_kernel<HSP>), ceil_div(stats_elems(a) * (HSP / 8), 256), 256, 0, stream, stats,
            dout, out, lse, a);
     CUDA_CHECK(cudaGetLastError());
-    attention_allow_shared(attention_backward_q_mma_kernel<HSP>, bytes);
-    LAUNCH((attention_backward_q_mma_kernel<HSP>), grid_q, MMA_BLOCK, bytes, stream, dqkv, dout, stats, qkv, a);
+    attention_allow_shared(attention_backward_q_mma_kernel<HSP, DROPS>, bytes);
+    LAUNCH((attention_backward_q_mma_kernel<HSP, DROPS>), grid_q, MMA_BLOCK, bytes, stream, dqkv, dout, stats, qkv, a,
+           d);
     CUDA_CHECK(cudaGetLastError());
-    attention_allow_shared(attention_backward_kv_mma_kernel<HSP>, bytes + stats_bytes);
-    LAUNCH((attention_backward_kv_mma_kernel<HSP>), grid_kv, MMA_BLOCK, bytes + stats_bytes, stream, dqkv, dout, stats,
-           qkv, a);
+    attention_allow_shared(attention_backward_kv_mma_kernel<HSP, DROPS>, bytes + stats_bytes);
+    LAUNCH((attention_backward_kv_mma_kernel<HSP, DROPS>), grid_kv, MMA_BLOCK, bytes + stats_bytes, stream, dqkv, dout,
+           stats, qkv, a, d);
     CUDA_CHECK(cudaGetLastError());
 }

@@ -49,5 +49,14 @@ HOSTDEV void store_f(__half* p, float x) { *p = __float2half_rn(x); }
     if (cuda_error_ != cudaSuccess) die_at(WHERE, "%s: %s", #call, cudaGetErrorString(cuda_error_)); \
 } while (0)
 
+/* The finaliser of SplitMix64 (Steele, Lea, Flood 2014): 64 well mixed bits from any 64. */
+static constexpr uint64_t GOLDEN_GAMMA = 0x9E3779B97F4A7C15ull;
+HOSTDEV uint64_t mix64(uint64_t z)
+{
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+}
+
 static inline size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 static inline size_t round_up(size_t a, size_t multiple) { return ceil_div(a, multiple) * multiple; }

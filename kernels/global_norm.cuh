@@ -1,31 +1,29 @@
 /* global_norm.cuh: what one rank knows about all its gradients, and a fingerprint of any state.
  *   global_norm_accumulate: result[0] += sum of grad^2 over finite values    result[1] += number of Inf and NaN
  *   nonfinite_find:         found[i] = part i of the gradients has an Inf or NaN; of a step skipped for one only
- *   state_hash_accumulate:  result += sum_i mix(first_idx + i, word_i) mod 2^64
- * shapes  grad (n) fp32; words32 n 32-bit words of any type; result 2 double, or 1 uint64;
+ *   state_hash_accumulate:  result += sum_i mix(first_idx + i, bits of float i) mod 2^64
+ * shapes  grad (n) FP32 or floatX's; values (n) any Dtype; result 2 double, or 1 uint64;
  *         scratch (global_norm_scratch_elems()) double
  * writes  result +=, so units and slices follow one another; the caller zeroes it once and all-reduces it at the end
  * needs   any n; the norm squares in double, so no finite gradient overflows it
  * exact   norm: fixed order for one n, for any number of CPU threads. Hash: integers, so any order and any cut into
  *         slices gives the same value: ranks, stages and layouts can be compared by one number.
- * cost    4*n bytes, judged against memory bandwidth
+ * cost    what is read, judged against memory bandwidth
  * source  mix is splitmix64's finaliser, Steele, Lea & Flood 2014 */
 #pragma once
 #include <cfloat>
 #include "step.cuh"
+#include "values.cuh"
 
 static constexpr int GLOBAL_NORM_PARTS = 1024;
 
 HOSTDEV unsigned long long state_hash_mix(unsigned long long idx, unsigned word)
 {
-    unsigned long long x = (idx + 1) * 0x9e3779b97f4a7c15ull + word * 0xd1342543de82ef95ull;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-    return x ^ (x >> 31);
+    return mix64((idx + 1) * GOLDEN_GAMMA + word * 0xd1342543de82ef95ull);
 }
 
 /* What one rank holds of one tensor's gradient. */
-struct GradPart { const float* grad; size_t count; };
+struct GradPart { Values grad; size_t count; };
 
 #ifdef DEVICE_CPU
 
@@ -33,24 +31,26 @@ static void nonfinite_find_cpu(int* found, const GradPart* parts, int num_parts)
 {
     for (int i = 0; i < num_parts; i++) {
         found[i] = 0;
-        for (size_t k = 0; k < parts[i].count && !found[i]; k++) found[i] = !(fabsf(parts[i].grad[k]) <= FLT_MAX);
+        for (size_t k = 0; k < parts[i].count && !found[i]; k++)
+            found[i] = !(fabsf(value_load(parts[i].grad, k)) <= FLT_MAX);
     }
 }
 
-static void global_norm_accumulate_cpu(double* result, double* scratch, const float* grad, size_t n)
+template <class T> static void global_norm_accumulate_cpu(double* result, double* scratch, const T* grad, size_t n)
 {
     const size_t part_elems = round_up(ceil_div(n, GLOBAL_NORM_PARTS), 4096);
     const size_t num_parts = ceil_div(n, part_elems);
     #pragma omp parallel for if (num_parts > 1)
     for (size_t part = 0; part < num_parts; part++) {
-        const float* g = grad + part * part_elems;
+        const T* g = grad + part * part_elems;
         const int count = (int)(part + 1 < num_parts ? part_elems : n - part * part_elems);
         double sum = 0.0;
         int num_finite = 0;
         #pragma omp simd reduction(+:sum, num_finite)
         for (int i = 0; i < count; i++) {
-            const bool finite = fabsf(g[i]) <= FLT_MAX;
-            const double x = (double)(finite ? g[i] : 0.0f);
+            const float value = load_f(g[i]);
+            const bool finite = fabsf(value) <= FLT_MAX;
+            const double x = (double)(finite ? value : 0.0f);
             sum += x * x;
             num_finite += finite;
         }
@@ -63,12 +63,18 @@ static void global_norm_accumulate_cpu(double* result, double* scratch, const fl
     }
 }
 
-static void state_hash_accumulate_cpu(unsigned long long* result, const unsigned* words, size_t n,
+static void state_hash_accumulate_cpu(unsigned long long* result, const Values& values, size_t n,
                                       unsigned long long first_idx)
 {
     unsigned long long sum = 0;
-    #pragma omp parallel for simd reduction(+:sum)
-    for (size_t i = 0; i < n; i++) sum += state_hash_mix(first_idx + i, words[i]);
+    #pragma omp parallel for reduction(+:sum)
+    for (size_t first = 0; first < n; first += VALUES_PIECE) {
+        float buf[VALUES_PIECE];
+        const size_t count = n - first < VALUES_PIECE ? n - first : VALUES_PIECE;
+        const float* x = values_get(values, first, count, buf);
+        #pragma omp simd reduction(+:sum)
+        for (size_t i = 0; i < count; i++) sum += state_hash_mix(first_idx + first + i, float_bits(x[i]));
+    }
     *result += sum;
 }
 
@@ -76,8 +82,8 @@ static void state_hash_accumulate_cpu(unsigned long long* result, const unsigned
 
 static constexpr int GLOBAL_NORM_BLOCK = 256;
 
-template <int W> static __global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
-global_norm_kernel(double* scratch, const float* grad, size_t n)
+template <int W, class T> static __global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
+global_norm_kernel(double* scratch, const T* grad, size_t n)
 {
     SHARED(double, partial, [2][32]);
     double sum = 0.0, num_nonfinite = 0.0;
@@ -88,7 +94,7 @@ global_norm_kernel(double* scratch, const float* grad, size_t n)
         if (i + W <= n) {
             load_vec(x, grad + i);
         } else {
-            for (int k = 0; i + k < n; k++) x[k] = grad[i + k];
+            for (int k = 0; i + k < n; k++) x[k] = load_f(grad[i + k]);
         }
 #pragma unroll
         for (int k = 0; k < W; k++) {
@@ -131,19 +137,19 @@ nonfinite_find_kernel(int* found, const GradPart* parts, const StepState* state)
     const GradPart part = parts[blockIdx.x];
     double count = 0.0;
     for (size_t k = threadIdx.x; k < part.count; k += GLOBAL_NORM_BLOCK)
-        count += fabsf(part.grad[k]) <= FLT_MAX ? 0.0 : 1.0;
+        count += fabsf(value_load(part.grad, k)) <= FLT_MAX ? 0.0 : 1.0;
     count = block_sum(count, partial);
     if (threadIdx.x == 0) found[blockIdx.x] = count > 0.0;
 }
 
 /* Integer atomics: the order in which blocks arrive does not matter. */
 static __global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
-state_hash_kernel(unsigned long long* result, const unsigned* words, size_t n, unsigned long long first_idx)
+state_hash_kernel(unsigned long long* result, Values values, size_t n, unsigned long long first_idx)
 {
     unsigned long long sum = 0;
     const size_t stride = (size_t)gridDim.x * GLOBAL_NORM_BLOCK;
     for (size_t i = (size_t)blockIdx.x * GLOBAL_NORM_BLOCK + threadIdx.x; i < n; i += stride)
-        sum += state_hash_mix(first_idx + i, words[i]);
+        sum += state_hash_mix(first_idx + i, float_bits(value_load(values, i)));
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) atomicAdd(result, sum);
 }
@@ -158,19 +164,26 @@ static unsigned global_norm_grid(size_t n, int width)
 
 static size_t global_norm_scratch_elems() { return 2 * GLOBAL_NORM_PARTS; }
 
-static void global_norm_accumulate(double* result, double* scratch, const float* grad, size_t n, cudaStream_t stream)
+template <class T>
+static void global_norm_accumulate_of(double* result, double* scratch, const T* grad, size_t n, cudaStream_t stream)
 {
-    if (n == 0) return;
     ON_CPU(global_norm_accumulate_cpu(result, scratch, grad, n));
 #ifndef DEVICE_CPU
-    const bool aligned = is_vec(grad, 4);
+    const bool aligned = (uintptr_t)grad % (4 * sizeof(T)) == 0;
     const unsigned grid = global_norm_grid(n, aligned ? 4 : 1);
-    if (aligned) LAUNCH((global_norm_kernel<4>), grid, GLOBAL_NORM_BLOCK, 0, stream, scratch, grad, n);
-    else LAUNCH((global_norm_kernel<1>), grid, GLOBAL_NORM_BLOCK, 0, stream, scratch, grad, n);
+    if (aligned) LAUNCH((global_norm_kernel<4, T>), grid, GLOBAL_NORM_BLOCK, 0, stream, scratch, grad, n);
+    else LAUNCH((global_norm_kernel<1, T>), grid, GLOBAL_NORM_BLOCK, 0, stream, scratch, grad, n);
     CUDA_CHECK(cudaGetLastError());
     LAUNCH(global_norm_finish_kernel, 1, GLOBAL_NORM_BLOCK, 0, stream, result, scratch, (int)grid);
     CUDA_CHECK(cudaGetLastError());
 #endif
+}
+
+static void global_norm_accumulate(double* result, double* scratch, const Values& grad, size_t n, cudaStream_t stream)
+{
+    if (n == 0) return;
+    if (grad.dtype == Dtype::FP32) global_norm_accumulate_of(result, scratch, (const float*)grad.at, n, stream);
+    else global_norm_accumulate_of(result, scratch, (const floatX*)grad.at, n, stream);
 }
 
 static void nonfinite_find(int* found, const GradPart* parts, int num_parts, const StepState* state,
@@ -183,38 +196,38 @@ static void nonfinite_find(int* found, const GradPart* parts, int num_parts, con
 #endif
 }
 
-static void state_hash_accumulate(unsigned long long* result, const void* words32, size_t n,
+static void state_hash_accumulate(unsigned long long* result, const Values& values, size_t n,
                                   unsigned long long first_idx, cudaStream_t stream)
 {
     if (n == 0) return;
-    ON_CPU(state_hash_accumulate_cpu(result, (const unsigned*)words32, n, first_idx));
+    ON_CPU(state_hash_accumulate_cpu(result, values, n, first_idx));
 #ifndef DEVICE_CPU
-    LAUNCH(state_hash_kernel, global_norm_grid(n, 4), GLOBAL_NORM_BLOCK, 0, stream, result, (const unsigned*)words32, n,
-           first_idx);
+    LAUNCH(state_hash_kernel, global_norm_grid(n, 4), GLOBAL_NORM_BLOCK, 0, stream, result, values, n, first_idx);
     CUDA_CHECK(cudaGetLastError());
 #endif
 }
 
 #ifdef OP_TESTS
 
-/* The largest finite float, an infinity and a NaN lie among the gradients where dims[1] says so. */
-static void global_norm_test(OpRun* run)
+/* The largest finite number, an infinity and a NaN lie among the gradients where dims[1] says so; dims[2]: floatX. */
+template <class T> static void global_norm_run(OpRun* run, Dtype dtype)
 {
     const size_t n = (size_t)run->dims[0];
     const bool extremes = run->dims[1] != 0;
-    OpTensor<float> grad = op_input<float>(run, "grad", n, 0.0, 1.0);
+    OpTensor<T> grad = op_input<T>(run, "grad", n, 0.0, 1.0);
     double truth[2] = {3.0, 1.0};
     double* result = (double*)op_bytes(run, "result", OpKind::INOUT, truth, sizeof truth);
     double* scratch = op_scratch<double>(run, global_norm_scratch_elems());
     if (extremes && !run->bench) {
-        float* h_grad = (float*)op_start_bytes(run, "grad");
-        h_grad[0] = INFINITY;
-        h_grad[n / 2] = NAN;
-        h_grad[n - 1] = -FLT_MAX;
+        T* h_grad = (T*)op_start_bytes(run, "grad");
+        store_f(&h_grad[0], INFINITY);
+        store_f(&h_grad[n / 2], NAN);
+        store_f(&h_grad[n - 1], sizeof(T) == 4 ? -FLT_MAX : -65504.0f);
         op_upload(run, "grad");
-        for (size_t i = 0; i < n; i++) grad.f64[i] = h_grad[i];
+        for (size_t i = 0; i < n; i++) grad.f64[i] = load_f(h_grad[i]);
     }
-    OP_RUN(run, 4.0 * n, 0, global_norm_accumulate(result, scratch, grad.dev, n, 0));
+    OP_RUN(run, (double)sizeof(T) * n, 0,
+           global_norm_accumulate(result, scratch, Values{grad.dev, dtype, nullptr}, n, 0));
     for (size_t i = 0; i < n; i++) {
         truth[0] += std::isfinite(grad.f64[i]) ? grad.f64[i] * grad.f64[i] : 0.0;
         truth[1] += !std::isfinite(grad.f64[i]);
@@ -222,6 +235,12 @@ static void global_norm_test(OpRun* run)
     const double* ours = (const double*)op_result(run, "result");
     op_check_value(run, "sum_squares", ours[0], truth[0], 1e-12 * truth[0]);
     op_check_value(run, "num_nonfinite", ours[1], truth[1], 0.0);
+}
+
+static void global_norm_test(OpRun* run)
+{
+    if (run->dims[2] != 0) global_norm_run<floatX>(run, FLOATX_DTYPE);
+    else global_norm_run<float>(run, Dtype::FP32);
 }
 
 /* Of seven parts the third and the last are bad, and the fourth is empty; a step that is not skipped finds nothing. */
@@ -236,7 +255,7 @@ static void nonfinite_find_test(OpRun* run)
     h_grad[NUM_PARTS * n - 1] = -INFINITY;
     op_upload(run, "grad");
     GradPart h_parts[NUM_PARTS];
-    for (int i = 0; i < NUM_PARTS; i++) h_parts[i] = GradPart{grad.dev + i * n, i == 3 ? 0 : n};
+    for (int i = 0; i < NUM_PARTS; i++) h_parts[i] = GradPart{values_of(grad.dev + i * n), i == 3 ? 0 : n};
     StepState s = {};
     s.skip = skipped ? Skip::NONFINITE : Skip::NONE;
     int before[NUM_PARTS];
@@ -251,11 +270,11 @@ static void nonfinite_find_test(OpRun* run)
 }
 
 /* In two slices, the later one first: the sum must be that of the whole. */
-static void state_hash_two_slices(unsigned long long* result, const float* words, size_t n)
+static void state_hash_two_slices(unsigned long long* result, float* words, size_t n)
 {
     const size_t cut = n / 3;
-    state_hash_accumulate(result, words + cut, n - cut, 1000 + cut, 0);
-    state_hash_accumulate(result, words, cut, 1000, 0);
+    state_hash_accumulate(result, values_of(words + cut), n - cut, 1000 + cut, 0);
+    state_hash_accumulate(result, values_of(words), cut, 1000, 0);
 }
 
 static void state_hash_test(OpRun* run)
@@ -280,6 +299,7 @@ static const OpTest global_norm_tests[] = {
     {"global_norm", global_norm_test, {1}, OpWhen::ALWAYS},
     {"global_norm", global_norm_test, {4097}, OpWhen::ALWAYS},
     {"global_norm", global_norm_test, {10007, 1}, OpWhen::ALWAYS},
+    {"global_norm", global_norm_test, {10007, 1, 1}, OpWhen::ALWAYS},
     {"global_norm", global_norm_test, {1100003}, OpWhen::ALWAYS},
     {"global_norm", global_norm_test, {9000001, 1}, OpWhen::LARGE},
     {"nonfinite_find", nonfinite_find_test, {1, 1}, OpWhen::ALWAYS},

@@ -216,7 +216,6 @@ static void muon_test(OpRun* run)
 
 static const OpTest muon_tests[] = {
     {"muon", muon_test, {1, 64}, OpWhen::ALWAYS},
-    {"muon", muon_test, {3, 5}, OpWhen::ALWAYS},
     {"muon", muon_test, {24, 24}, OpWhen::ALWAYS},
     {"muon", muon_test, {24, 40, 120}, OpWhen::ALWAYS},
     {"muon", muon_test, {70, 33}, OpWhen::ALWAYS},

@@ -11,18 +11,25 @@
  *   muon     m = momentum*m + (1-momentum)*g   grad = g + momentum*(m - g)   [muon.cuh makes it orthogonal]
  *            p = p*(1 - lr*wd) - lr*grad
  * LAMB and Muon take two passes with something between them that sees whole tensors; each pass is a rule of its own.
- * shapes  param (n) floatX; master m v grad (n) fp32, m and v where the rule has them; sums (tensors,2) double
- * writes  param = master = m = v = (param is master rounded; in fp32 it is the master); MUON_MOMENTUM grad =;
- *         lamb_norms sums +=
+ * shapes  param (n) floatX; sums (tensors,2) double; master, grad, and m and v where the rule has them, (n) stored as
+ *         Values says (values.cuh):
+ *         master   FP32: param is it rounded to nearest; in fp32 they are one.   SPLIT: its upper half is param.
+ *                  BF16: it is param: there is no master, and the new weight is rounded at random
+ *         m v      FP32, or BF16 rounded at random       grad     FP32 or floatX's
+ * writes  param = master = m = v =; MUON_MOMENTUM grad =; lamb_norms sums +=
  * needs   any n; up to 32 runs of elements, each with its rates, one after another
- * exact   each element by itself, sums in a fixed order: same bits on every run and for any number of CPU threads
- * cost    adamw in fp32 reads p g m v and writes p m v, 28*n bytes; a 16-bit param adds 2*n. adam the same; sgd, lion
- *         and adagrad 8*n less; lamb 20*n and norms 12*n and 16*n; muon 16*n and 12*n. Judged against memory bandwidth
+ * exact   each element by itself, sums in a fixed order: same bits on every run and for any number of CPU threads.
+ *         Random roundings come from the seed, the number of the applied step and the element's index among all
+ *         parameters, nothing else
+ * cost    adamw in fp32 reads p g m v and writes p m v, 28*n bytes; a 16-bit param beside a master adds 2*n, a split
+ *         master is 28*n, none 24*n; m and v in bf16 save 8*n, a gradient in 16 bits 2*n. adam the same; sgd, lion and
+ *         adagrad 8*n less; lamb 20*n and norms 12*n and 16*n; muon 16*n and 12*n. Judged against memory bandwidth
  * source  AdamW: Loshchilov & Hutter 2017, arXiv:1711.05101. LAMB: You et al. 2019, arXiv:1904.00962, in DeepSpeed's
  *         variant. Lion: Chen et al. 2023, arXiv:2302.06675. Adagrad: Duchi et al. 2011. Muon: Jordan 2024,
  *         kellerjordan.github.io/posts/muon */
 #pragma once
 #include "step.cuh"
+#include "values.cuh"
 
 // ---- the optimizers
 
@@ -58,7 +65,42 @@ struct OptimizerConfig {
     Optimizer optimizer;
     float beta1, beta2, eps, momentum, dampening;
     bool nesterov;
+    uint64_t seed;                                   // of random roundings
 };
+
+/* What a step reads and changes. */
+struct OptimizerArrays {
+    floatX* param;
+    Values master, m, v, grad;
+};
+
+static OptimizerArrays optimizer_arrays_from(const OptimizerArrays& a, size_t first)
+{
+    return OptimizerArrays{a.param + first, values_from(a.master, first), values_from(a.m, first),
+                           values_from(a.v, first), values_from(a.grad, first)};
+}
+
+/* For fp32 states and gradients; master null: param is it. */
+static OptimizerArrays optimizer_arrays(floatX* param, float* master, float* m, float* v, float* grad)
+{
+    Values weights = master != nullptr ? values_of(master) : Values{param, FLOATX_DTYPE, nullptr};
+    return OptimizerArrays{param, weights, values_of(m), values_of(v), values_of(grad)};
+}
+
+HOSTDEV bool rounds_at_random(const OptimizerArrays& a)
+{
+    return a.master.dtype == Dtype::BF16 || a.m.dtype == Dtype::BF16 || a.v.dtype == Dtype::BF16;
+}
+
+/* Is the weight that the model uses kept beside the master? */
+HOSTDEV bool has_copy(const OptimizerArrays& a) { return (void*)a.param != a.master.at; }
+
+/* The key of this step's random bits; of an element's 64, the weight takes the lowest 16, then m, then v. */
+enum { RANDOM_WEIGHT = 0, RANDOM_M = 16, RANDOM_V = 32 };
+HOSTDEV uint64_t random_key(uint64_t seed, const StepState* state)
+{
+    return mix64(mix64(seed + GOLDEN_GAMMA) + state->num_applied);
+}
 
 // ---- the rules
 
@@ -163,8 +205,8 @@ template <Rule rule> HOSTDEV float optimizer_element(float p, float* grad, float
 
 // ---- runs: where the rates change along a slice
 
-/* Run i ends before element end[i]; element e of it has its v at e - v_gap[i]. A run that is left out keeps its place.
- * Given to the kernels by value. */
+/* Run i ends before element end[i]; element e of it has its v at e - v_gap[i], and is number index[i] + e of all
+ * parameters. A run that is left out keeps its place. Given to the kernels by value. */
 static constexpr int OPTIMIZER_MAX_RUNS = 32;
 struct OptimizerRuns {
     int num_runs;
@@ -172,15 +214,17 @@ struct OptimizerRuns {
     float weight_decay[OPTIMIZER_MAX_RUNS], lr_factor[OPTIMIZER_MAX_RUNS];
     int tensor[OPTIMIZER_MAX_RUNS];                  // its place in LAMB's sums; -1 for all where nobody asks
     bool left_out[OPTIMIZER_MAX_RUNS];
+    uint64_t index[OPTIMIZER_MAX_RUNS];
 };
 
 /* Adds a run up to `end`, or lengthens the last one if it is of the same kind. */
 static void runs_extend(OptimizerRuns* runs, size_t end, float weight_decay, float lr_factor, int tensor = -1,
-                        bool left_out = false, size_t v_gap = 0)
+                        bool left_out = false, size_t v_gap = 0, uint64_t index = 0)
 {
     const int last = runs->num_runs - 1;
     if (last < 0 || runs->weight_decay[last] != weight_decay || runs->lr_factor[last] != lr_factor ||
-        runs->tensor[last] != tensor || runs->left_out[last] != left_out || runs->v_gap[last] != v_gap) {
+        runs->tensor[last] != tensor || runs->left_out[last] != left_out || runs->v_gap[last] != v_gap ||
+        runs->index[last] != index) {
         ENSURE(runs->num_runs < OPTIMIZER_MAX_RUNS, "the rates change more than %d times in a slice: fewer "
                "--param-group", OPTIMIZER_MAX_RUNS);
         const int i = runs->num_runs++;
@@ -189,6 +233,7 @@ static void runs_extend(OptimizerRuns* runs, size_t end, float weight_decay, flo
         runs->tensor[i] = tensor;
         runs->left_out[i] = left_out;
         runs->v_gap[i] = v_gap;
+        runs->index[i] = index;
     }
     runs->end[runs->num_runs - 1] = end;
 }
@@ -197,36 +242,55 @@ static size_t runs_elems(const OptimizerRuns* runs) { return runs->num_runs > 0 
 
 #ifdef DEVICE_CPU
 
-template <Rule rule> static void optimizer_run_cpu(floatX* param, float* master, float* m, float* v, float* grad,
-                                                   size_t n, OptimizerFactors f)
+/* n <= VALUES_PIECE elements of one run from the arrays' first on; the first is number `index` of all parameters. */
+template <Rule rule> static void optimizer_piece_cpu(const OptimizerArrays& a, size_t n, OptimizerFactors f,
+                                                     uint64_t key, uint64_t index)
 {
-    if (master == nullptr) master = (float*)param;
-    #pragma omp parallel for simd
+    float bufs[4][VALUES_PIECE];
+    uint64_t random[VALUES_PIECE];
+    float* p = reads_param(rule) ? values_get(a.master, 0, n, bufs[0]) : nullptr;
+    float* grad = reads_grad(rule) ? values_get(a.grad, 0, n, bufs[1]) : nullptr;
+    float *m = reads_m(rule) ? values_get(a.m, 0, n, bufs[2]) : nullptr;
+    float *v = reads_v(rule) ? values_get(a.v, 0, n, bufs[3]) : nullptr;
+    #pragma omp simd
     for (size_t i = 0; i < n; i++) {
         float g = reads_grad(rule) ? grad[i] : 0.0f, new_m = reads_m(rule) ? m[i] : 0.0f;
         float new_v = reads_v(rule) ? v[i] : 0.0f;
-        const float p = optimizer_element<rule>(reads_param(rule) ? master[i] : 0.0f, &g, &new_m, &new_v, f);
+        const float new_p = optimizer_element<rule>(reads_param(rule) ? p[i] : 0.0f, &g, &new_m, &new_v, f);
         if (reads_m(rule) && writes_states(rule)) m[i] = new_m;
         if (reads_v(rule) && writes_states(rule)) v[i] = new_v;
         if (writes_grad(rule)) grad[i] = g;
-        if (reads_param(rule)) master[i] = p;
-        if (reads_param(rule) && sizeof(floatX) < sizeof(float)) store_f(param + i, p);
+        if (reads_param(rule)) p[i] = new_p;
     }
+    random[0] = random_bits(key, index);
+    for (size_t i = 1; i < (rounds_at_random(a) ? n : 0); i++) random[i] = random_bits(key, index + i);
+    if (reads_m(rule) && writes_states(rule)) values_put_random(a.m, 0, n, m, random, RANDOM_M);
+    if (reads_v(rule) && writes_states(rule)) values_put_random(a.v, 0, n, v, random, RANDOM_V);
+    if (writes_grad(rule)) values_put(a.grad, 0, n, grad);
+    if (reads_param(rule)) values_put_random(a.master, 0, n, p, random, RANDOM_WEIGHT);
+    #pragma omp simd
+    for (size_t i = 0; i < (reads_param(rule) && has_copy(a) ? n : 0); i++) store_weight(a.param + i, p[i]);
 }
 
-template <Rule rule> static void optimizer_update_cpu(floatX* param, float* master, float* m, float* v, float* grad,
-                                                      const OptimizerRuns* runs, const OptimizerConfig& config,
-                                                      const double* sums, const StepState* state)
+template <Rule rule> static void optimizer_update_cpu(const OptimizerArrays& a, const OptimizerRuns* runs,
+                                                      const OptimizerConfig& config, const double* sums,
+                                                      const StepState* state)
 {
     if (state->skip != Skip::NONE) return;
+    const uint64_t key = random_key(config.seed, state);
     for (int run = 0; run < runs->num_runs; run++) {
-        const size_t first = run > 0 ? runs->end[run - 1] : 0;
+        const size_t first = run > 0 ? runs->end[run - 1] : 0, end = runs->end[run], v_gap = runs->v_gap[run];
         const double ratio = rule == Rule::LAMB_STEP ? lamb_ratio(sums + 2 * runs->tensor[run]) : 1.0;
+        const uint64_t index = runs->index[run];
         if (runs->left_out[run]) continue;
-        optimizer_run_cpu<rule>(param + first, master != nullptr ? master + first : nullptr, m + first,
-                                v + first - runs->v_gap[run], grad + first, runs->end[run] - first,
-                                optimizer_factors<rule>(state, config, runs->lr_factor[run], runs->weight_decay[run],
-                                                        ratio));
+        const OptimizerFactors f = optimizer_factors<rule>(state, config, runs->lr_factor[run],
+                                                           runs->weight_decay[run], ratio);
+        #pragma omp parallel for schedule(static)
+        for (size_t i = first; i < end; i += VALUES_PIECE) {
+            OptimizerArrays piece = optimizer_arrays_from(a, i);
+            piece.v = values_from(a.v, i - v_gap);
+            optimizer_piece_cpu<rule>(piece, end - i < VALUES_PIECE ? end - i : VALUES_PIECE, f, key, index + i);
+        }
     }
 }
 
@@ -237,12 +301,14 @@ static constexpr int OPTIMIZER_BLOCK = 256;
 /* One vector of W a thread; where a run ends within it, element by element. In fp32 param is the master. At any
  * precision W = 4: a warp's 16 bytes of fp32 a thread lie side by side, and so do the 8 bytes of a 16-bit param; with
  * 8 elements a thread each request touched every sector of twice its bytes. */
-template <Rule rule, int W> static __global__ void __launch_bounds__(OPTIMIZER_BLOCK, 5)   // 5: else it spills on sm_80
-optimizer_kernel(floatX* param, float* master, float* m, float* v, float* grad, OptimizerRuns runs,
-                 OptimizerConfig config, const double* sums, const StepState* state)
+template <Rule rule, int W> static __global__ void __launch_bounds__(OPTIMIZER_BLOCK, 4)
+optimizer_kernel(OptimizerArrays a, OptimizerRuns runs, OptimizerConfig config, const double* sums,
+                 const StepState* state)
 {
     const size_t first = ((size_t)blockIdx.x * OPTIMIZER_BLOCK + threadIdx.x) * W, n = runs.end[runs.num_runs - 1];
     if (state->skip != Skip::NONE || first >= n) return;
+    const bool at_random = rounds_at_random(a);
+    const uint64_t key = at_random ? random_key(config.seed, state) : 0;
     size_t i = first;
     int run = 0;
     while (runs.end[run] <= i) run++;
@@ -251,18 +317,22 @@ optimizer_kernel(floatX* param, float* master, float* m, float* v, float* grad, 
     if (i + W <= runs.end[run]) {
         if (runs.left_out[run]) return;
         const size_t v_at = i - runs.v_gap[run];
-        float p[W] = {}, g[W] = {}, new_m[W] = {}, new_v[W] = {};
-        if constexpr (reads_param(rule)) load_vec(p, master + i);
-        if constexpr (reads_grad(rule)) load_vec(g, grad + i);
-        if constexpr (reads_m(rule)) load_vec(new_m, m + i);
-        if constexpr (reads_v(rule)) load_vec(new_v, v + v_at);
+        float p[W] = {}, g[W] = {}, m[W] = {}, v[W] = {};
+        uint64_t random[W] = {};
+        if constexpr (reads_param(rule)) values_load(p, a.master, i);
+        if constexpr (reads_grad(rule)) values_load(g, a.grad, i);
+        if constexpr (reads_m(rule)) values_load(m, a.m, i);
+        if constexpr (reads_v(rule)) values_load(v, a.v, v_at);
 #pragma unroll
-        for (int k = 0; k < W; k++) p[k] = optimizer_element<rule>(p[k], &g[k], &new_m[k], &new_v[k], f);
-        if constexpr (reads_m(rule) && writes_states(rule)) store_vec(m + i, new_m);
-        if constexpr (reads_v(rule) && writes_states(rule)) store_vec(v + v_at, new_v);
-        if constexpr (writes_grad(rule)) store_vec(grad + i, g);
-        if constexpr (reads_param(rule)) store_vec(master + i, p);
-        if constexpr (reads_param(rule) && sizeof(floatX) < sizeof(float)) store_vec(param + i, p);
+        for (int k = 0; k < W; k++) {
+            p[k] = optimizer_element<rule>(p[k], &g[k], &m[k], &v[k], f);
+            if (at_random) random[k] = random_bits(key, runs.index[run] + i + k);
+        }
+        if constexpr (reads_m(rule) && writes_states(rule)) values_store(a.m, i, m, random, RANDOM_M);
+        if constexpr (reads_v(rule) && writes_states(rule)) values_store(a.v, v_at, v, random, RANDOM_V);
+        if constexpr (writes_grad(rule)) values_store(a.grad, i, g);
+        if constexpr (reads_param(rule)) values_store(a.master, i, p, random, RANDOM_WEIGHT);
+        if (reads_param(rule) && has_copy(a)) weights_store(a.param + i, p);
     } else {
         for (; i < first + W && i < n; i++) {
             for (; runs.end[run] <= i; run++) {
@@ -272,41 +342,44 @@ optimizer_kernel(floatX* param, float* master, float* m, float* v, float* grad, 
             }
             if (runs.left_out[run]) continue;
             const size_t v_at = i - runs.v_gap[run];
-            float g = reads_grad(rule) ? grad[i] : 0.0f, new_m = reads_m(rule) ? m[i] : 0.0f;
-            float new_v = reads_v(rule) ? v[v_at] : 0.0f;
-            const float p = optimizer_element<rule>(reads_param(rule) ? master[i] : 0.0f, &g, &new_m, &new_v, f);
-            if constexpr (reads_m(rule) && writes_states(rule)) m[i] = new_m;
-            if constexpr (reads_v(rule) && writes_states(rule)) v[v_at] = new_v;
-            if constexpr (writes_grad(rule)) grad[i] = g;
-            if constexpr (reads_param(rule)) master[i] = p;
-            if constexpr (reads_param(rule) && sizeof(floatX) < sizeof(float)) store_f(param + i, p);
+            const uint64_t random = at_random ? random_bits(key, runs.index[run] + i) : 0;
+            float g = reads_grad(rule) ? value_load(a.grad, i) : 0.0f, m = reads_m(rule) ? value_load(a.m, i) : 0.0f;
+            float v = reads_v(rule) ? value_load(a.v, v_at) : 0.0f;
+            const float p = optimizer_element<rule>(reads_param(rule) ? value_load(a.master, i) : 0.0f, &g, &m, &v, f);
+            if constexpr (reads_m(rule) && writes_states(rule))
+                value_store_random(a.m, i, m, (uint32_t)(random >> RANDOM_M));
+            if constexpr (reads_v(rule) && writes_states(rule))
+                value_store_random(a.v, v_at, v, (uint32_t)(random >> RANDOM_V));
+            if constexpr (writes_grad(rule)) value_store(a.grad, i, g);
+            if constexpr (reads_param(rule))
+                value_store_random(a.master, i, p, (uint32_t)(random >> RANDOM_WEIGHT));
+            if (reads_param(rule) && has_copy(a)) store_weight(a.param + i, p);
         }
     }
 }
 
 #endif
 
-/* One rule over all runs, in one launch. master is null in fp32, and only there; sums is LAMB's. */
-template <Rule rule> static void optimizer_update(floatX* param, float* master, float* m, float* v, float* grad,
-                                                  const OptimizerRuns* runs, OptimizerConfig config,
-                                                  const double* sums, const StepState* state, cudaStream_t stream)
+/* One rule over all runs, in one launch. sums is LAMB's. */
+template <Rule rule> static void optimizer_update(const OptimizerArrays& a, const OptimizerRuns* runs,
+                                                  OptimizerConfig config, const double* sums, const StepState* state,
+                                                  cudaStream_t stream)
 {
-    assert((master == nullptr) == (sizeof(floatX) == sizeof(float)));
     bool all_left_out = true;
     for (int run = 0; run < runs->num_runs; run++) all_left_out = all_left_out && runs->left_out[run];
     if (all_left_out) return;
-    ON_CPU(optimizer_update_cpu<rule>(param, master, m, v, grad, runs, config, sums, state));
+    ON_CPU(optimizer_update_cpu<rule>(a, runs, config, sums, state));
 #ifndef DEVICE_CPU
-    if (master == nullptr) master = (float*)param;
     const size_t n = runs_elems(runs);
-    bool vec = is_vec(param, VEC) && is_vec(master, VEC) && is_vec(m, VEC) && is_vec(v, VEC) && is_vec(grad, VEC);
+    bool vec = (uintptr_t)a.param % (4 * sizeof(floatX)) == 0;
+    for (const Values* values : {&a.master, &a.m, &a.v, &a.grad}) vec = vec && values_are_vec(*values, 4);
     for (int run = 0; run < runs->num_runs; run++) vec = vec && runs->v_gap[run] % 4 == 0;
     if (vec)
-        LAUNCH((optimizer_kernel<rule, 4>), (unsigned)ceil_div(n, OPTIMIZER_BLOCK * 4), OPTIMIZER_BLOCK, 0, stream,
-               param, master, m, v, grad, *runs, config, sums, state);
+        LAUNCH((optimizer_kernel<rule, 4>), (unsigned)ceil_div(n, OPTIMIZER_BLOCK * 4), OPTIMIZER_BLOCK, 0, stream, a,
+               *runs, config, sums, state);
     else
-        LAUNCH((optimizer_kernel<rule, 1>), (unsigned)ceil_div(n, OPTIMIZER_BLOCK), OPTIMIZER_BLOCK, 0, stream, param,
-               master, m, v, grad, *runs, config, sums, state);
+        LAUNCH((optimizer_kernel<rule, 1>), (unsigned)ceil_div(n, OPTIMIZER_BLOCK), OPTIMIZER_BLOCK, 0, stream, a,
+               *runs, config, sums, state);
     CUDA_CHECK(cudaGetLastError());
 #endif
 }
@@ -318,7 +391,7 @@ static size_t lamb_scratch_elems() { return (size_t)OPTIMIZER_MAX_RUNS * LAMB_PA
 
 #ifdef DEVICE_CPU
 
-static void lamb_norms_cpu(double* sums, double* scratch, const float* master, const float* m, const float* v,
+static void lamb_norms_cpu(double* sums, double* scratch, const Values& master, const Values& m, const Values& v,
                            const OptimizerRuns* runs, float eps)
 {
     #pragma omp parallel for
@@ -327,8 +400,9 @@ static void lamb_norms_cpu(double* sums, double* scratch, const float* master, c
         const size_t first = run > 0 ? runs->end[run - 1] : 0, n = runs->end[run] - first;
         double p2 = 0.0, u2 = 0.0;
         for (size_t i = first + n * part / LAMB_PARTS; i < first + n * (part + 1) / LAMB_PARTS; i++) {
-            const float u = lamb_direction(master[i], m[i], v[i], eps, runs->weight_decay[run]);
-            p2 += (double)master[i] * (double)master[i];
+            const float p = value_load(master, i);
+            const float u = lamb_direction(p, value_load(m, i), value_load(v, i), eps, runs->weight_decay[run]);
+            p2 += (double)p * (double)p;
             u2 += (double)u * (double)u;
         }
         scratch[2 * idx] = p2;
@@ -342,7 +416,7 @@ static void lamb_norms_cpu(double* sums, double* scratch, const float* master, c
 
 /* grid (LAMB_PARTS, runs) */
 static __global__ void __launch_bounds__(OPTIMIZER_BLOCK)
-lamb_norms_kernel(double* scratch, const float* master, const float* m, const float* v, OptimizerRuns runs, float eps)
+lamb_norms_kernel(double* scratch, Values master, Values m, Values v, OptimizerRuns runs, float eps)
 {
     SHARED(double, partial, [2][32]);
     const int run = blockIdx.y;
@@ -350,7 +424,8 @@ lamb_norms_kernel(double* scratch, const float* master, const float* m, const fl
     double p2 = 0.0, u2 = 0.0;
     size_t i = (run > 0 ? runs.end[run - 1] : 0) + (size_t)blockIdx.x * OPTIMIZER_BLOCK + threadIdx.x;
     for (; i < runs.end[run]; i += (size_t)LAMB_PARTS * OPTIMIZER_BLOCK) {
-        const float p = master[i], u = lamb_direction(p, m[i], v[i], eps, weight_decay);
+        const float p = value_load(master, i);
+        const float u = lamb_direction(p, value_load(m, i), value_load(v, i), eps, weight_decay);
         p2 += (double)p * (double)p;
         u2 += (double)u * (double)u;
     }
@@ -377,11 +452,10 @@ lamb_norms_finish_kernel(double* sums, const double* scratch, OptimizerRuns runs
 #endif
 
 /* Adds the sums of p^2 and u^2 of each run to those of its tensor. */
-static void lamb_norms(double* sums, double* scratch, const floatX* param, const float* master, const float* m,
-                       const float* v, const OptimizerRuns* runs, float eps, cudaStream_t stream)
+static void lamb_norms(double* sums, double* scratch, Values master, Values m, Values v, const OptimizerRuns* runs,
+                       float eps, cudaStream_t stream)
 {
     if (runs->num_runs == 0) return;
-    if (master == nullptr) master = (const float*)param;
     ON_CPU(lamb_norms_cpu(sums, scratch, master, m, v, runs, eps));
 #ifndef DEVICE_CPU
     LAUNCH(lamb_norms_kernel, dim3(LAMB_PARTS, runs->num_runs), OPTIMIZER_BLOCK, 0, stream, scratch, master, m, v,
@@ -396,7 +470,7 @@ static void lamb_norms(double* sums, double* scratch, const floatX* param, const
 
 static OptimizerConfig optimizer_test_config(float eps)
 {
-    return {Optimizer::ADAMW, 0.9f, 0.95f, eps, 0.8f, 0.1f, true};
+    return {Optimizer::ADAMW, 0.9f, 0.95f, eps, 0.8f, 0.1f, true, 1};
 }
 
 /* One element by the formulas at the top; g is unscaled and clipped. */
@@ -477,8 +551,9 @@ template <Rule rule> static void optimizer_test(OpRun* run)
     const double bytes = reads_param(rule) * (is_16bit ? 10 : 8) + (reads_m(rule) + reads_v(rule)) *
                          (writes_states(rule) ? 8 : 4) + reads_grad(rule) * 4 + writes_grad(rule) * 4;
     OP_RUN(run, n * bytes, 0,
-           optimizer_update<rule>(param.dev + shift, is_16bit ? master.dev + shift : nullptr, m.dev + shift,
-                                  v.dev + shift, grad.dev + shift, &runs, config, sums, state, 0));
+           optimizer_update<rule>(optimizer_arrays_from(optimizer_arrays(param.dev, is_16bit ? master.dev : nullptr,
+                                                                         m.dev, v.dev, grad.dev), shift),
+                                  &runs, config, sums, state, 0));
     double* p64 = (is_16bit ? master.f64 : param.f64) + shift;
     float* p32 = (is_16bit ? master.f32 : param.f32) + shift;
     const double coef = s.grad_scale * s.clip_coef;
@@ -513,8 +588,8 @@ static void lamb_norms_test(OpRun* run)
     double *scratch = op_scratch<double>(run, lamb_scratch_elems()), h_sums[10], truth[10] = {};
     for (int k = 0; k < 10; k++) h_sums[k] = truth[k] = k;   // added to
     double* sums = (double*)op_bytes(run, "sums", OpKind::INOUT, h_sums, sizeof h_sums);
-    OP_RUN(run, 12.0 * n, 0, lamb_norms(sums, scratch, (floatX*)nullptr, p.dev + shift, m.dev + shift, v.dev + shift,
-                                        &runs, 1e-8f, 0));
+    OP_RUN(run, 12.0 * n, 0, lamb_norms(sums, scratch, values_of(p.dev + shift), values_of(m.dev + shift),
+                                        values_of(v.dev + shift), &runs, 1e-8f, 0));
     for (size_t i = 0, k = 0; i < n; i++) {
         while (runs.end[k] <= i) k++;
         const double x = p.f64[shift + i];
@@ -557,8 +632,8 @@ static void adamw_trial_test(OpRun* run)
     OptimizerRuns runs = {};
     runs_extend(&runs, 5, 0.0f, 1.0f);
     OP_RUN(run, 0, 0,
-           optimizer_update<Rule::ADAMW>(param, is_16bit ? master : nullptr, m, v, (float*)grad, &runs, config_adamw,
-                                         nullptr, state, 0));
+           optimizer_update<Rule::ADAMW>(optimizer_arrays(param, is_16bit ? master : nullptr, m, v, (float*)grad),
+                                         &runs, config_adamw, nullptr, state, 0));
     const float* ours = (const float*)op_result(run, is_16bit ? "master" : "param");
     for (int i = 0; i < 5; i++) op_check_value(run, "param", ours[i], clip ? CLIPPED[i] : PLAIN[i], 6e-8);
     const float* ours_m = (const float*)op_result(run, "m");
@@ -575,7 +650,7 @@ static void step_trial_run(StepState* state, const double* sums, StepConfig conf
         step_state_update(state, sums, config, 0);
         const bool is_16bit = sizeof(floatX) < sizeof(float);
         floatX* param_x = is_16bit ? (floatX*)(param + 1) : (floatX*)param;
-        optimizer_update<Rule::ADAMW>(param_x, is_16bit ? param : nullptr, m, v, (float*)grad, &runs,
+        optimizer_update<Rule::ADAMW>(optimizer_arrays(param_x, is_16bit ? param : nullptr, m, v, (float*)grad), &runs,
                                       optimizer_test_config(1e-8f), nullptr, state, 0);
     }
 }

@@ -1,5 +1,6 @@
 """Bad input that takes more than a row of test_refusals.py: checkpoints that were good, folders that must stay as they
 are, memory that is not there. One sentence names what is wrong, the exit code is 1 (2 for usage) on every rank."""
+import json
 import re
 import shutil
 

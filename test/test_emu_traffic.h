@@ -154,7 +154,10 @@ static void traffic_elementwise(TrafficRun* run)
     TRAFFIC(run, "gelu_backward", 3 * TRAFFIC_NC * TRAFFIC_S,
             gelu_backward(out, dout, inp, TRAFFIC_NC, Gelu::TANH, nullptr));
     float *sum = traffic_tensor<float>(run, TRAFFIC_NC), *term = traffic_tensor<float>(run, TRAFFIC_NC);
-    TRAFFIC(run, "accumulate", 12 * TRAFFIC_NC, accumulate(sum, term, TRAFFIC_NC, nullptr));
+    TRAFFIC(run, "values_add", 12 * TRAFFIC_NC, values_add(values_of(sum), values_of(term), TRAFFIC_NC, nullptr));
+    floatX* narrow = traffic_tensor<floatX>(run, TRAFFIC_NC);
+    TRAFFIC(run, "values_convert", (4 + TRAFFIC_S) * TRAFFIC_NC,
+            values_convert(Values{narrow, FLOATX_DTYPE, nullptr}, values_of(sum), TRAFFIC_NC, nullptr));
     double* sums = traffic_tensor<double>(run, NUM_STEP_SUMS, Reuse::SMALL);
     float* losses = traffic_tensor<float>(run, 4096);
     int* targets = traffic_tensor<int>(run, 4096);
@@ -163,10 +166,10 @@ static void traffic_elementwise(TrafficRun* run)
     double* scratch = traffic_tensor<double>(run, global_norm_scratch_elems(), Reuse::SMALL);
     float* grad = traffic_tensor<float>(run, 4 * TRAFFIC_NC);
     TRAFFIC(run, "global_norm", 16 * TRAFFIC_NC,
-            global_norm_accumulate(sums, scratch, grad, 4 * TRAFFIC_NC, nullptr));
+            global_norm_accumulate(sums, scratch, values_of(grad), 4 * TRAFFIC_NC, nullptr));
     unsigned long long* hash = traffic_tensor<unsigned long long>(run, 1, Reuse::SMALL);
     float* words = traffic_tensor<float>(run, TRAFFIC_NC);
-    TRAFFIC(run, "state_hash", 4 * TRAFFIC_NC, state_hash_accumulate(hash, words, TRAFFIC_NC, 0, nullptr));
+    TRAFFIC(run, "state_hash", 4 * TRAFFIC_NC, state_hash_accumulate(hash, values_of(words), TRAFFIC_NC, 0, nullptr));
 }
 
 static void traffic_classifier(TrafficRun* run)
@@ -182,16 +185,37 @@ static void traffic_classifier(TrafficRun* run)
     }
 }
 
+/* With the storage of this precision's default, and with everything in 16 bits that can be. */
 static void traffic_adamw(TrafficRun* run)
 {
-    const bool master = sizeof(floatX) < 4;
-    floatX* param = traffic_tensor<floatX>(run, TRAFFIC_NC);
-    float *m = traffic_tensor<float>(run, TRAFFIC_NC), *v = traffic_tensor<float>(run, TRAFFIC_NC);
-    float* grad = traffic_tensor<float>(run, TRAFFIC_NC);
-    float* whole = master ? traffic_tensor<float>(run, TRAFFIC_NC) : nullptr;
+    const bool is_16bit = sizeof(floatX) < 4, is_bf16 = FLOATX_DTYPE == Dtype::BF16;
+    const size_t n = TRAFFIC_NC;
+    const OptimizerConfig config = optimizer_test_config(1e-8f);
+    OptimizerRuns runs = {};
+    runs_extend(&runs, n, 0.1f, 1.0f);
+    for (bool small : {false, true}) {
+        floatX* param = traffic_tensor<floatX>(run, n);
+        const Dtype dtype = small ? Dtype::BF16 : Dtype::FP32;
+        Values m = {traffic_tensor<float>(run, n), dtype, nullptr}, v = {traffic_tensor<float>(run, n), dtype, nullptr};
+        Values master = {param, FLOATX_DTYPE, nullptr}, grad = {traffic_tensor<float>(run, n), Dtype::FP32, nullptr};
+        if (is_16bit && !(small && is_bf16)) master = Values{traffic_tensor<float>(run, n), Dtype::FP32, nullptr};
+        if (small) grad = Values{traffic_tensor<floatX>(run, n), FLOATX_DTYPE, nullptr};
+        StepState* state = traffic_tensor<StepState>(run, 1, Reuse::SMALL);
+        const size_t weight = !is_16bit ? 8 : small && is_bf16 ? 4 : 10, rest = 4 * dtype_bytes(dtype);
+        TRAFFIC(run, small ? "adamw_update, small storage" : "adamw_update",
+                (weight + rest + dtype_bytes(grad.dtype)) * n,
+                optimizer_update<Rule::ADAMW>(OptimizerArrays{param, master, m, v, grad}, &runs, config, nullptr, state,
+                                              nullptr));
+    }
+    floatX* param = traffic_tensor<floatX>(run, n);
+    unsigned short* low = traffic_tensor<unsigned short>(run, n);
+    Values split = {param, Dtype::SPLIT, low}, m = values_of(traffic_tensor<float>(run, n));
+    Values v = values_of(traffic_tensor<float>(run, n)), grad = values_of(traffic_tensor<float>(run, n));
     StepState* state = traffic_tensor<StepState>(run, 1, Reuse::SMALL);
-    TRAFFIC(run, "adamw_update", (master ? 30 : 28) * TRAFFIC_NC,
-            adamw_update(param, whole, m, v, grad, TRAFFIC_NC, 0.1f, 0.9f, 0.95f, 1e-8f, state, nullptr));
+    if (is_bf16)
+        TRAFFIC(run, "adamw_update, split master", 28 * n,
+                optimizer_update<Rule::ADAMW>(OptimizerArrays{param, split, m, v, grad}, &runs, config, nullptr, state,
+                                              nullptr));
 }
 
 /* Bank conflicts and sectors only: its cost is arithmetic. */

@@ -13,6 +13,7 @@
 #include "../kernels/rope.cuh"
 #include "../kernels/swiglu.cuh"
 #include "../kernels/gelu.cuh"
+#include "../kernels/dropout.cuh"
 #include "../kernels/matmul.cuh"
 #include "../kernels/attention.cuh"
 #include "../kernels/attention_cached.cuh"
@@ -22,6 +23,7 @@
 #include "../kernels/step.cuh"
 #include "../kernels/optimizer.cuh"
 #include "../kernels/muon.cuh"
+#include "test_storage.h"
 #ifdef EMU_CHECK
 #include "test_emu_traffic.h"
 #endif
@@ -77,6 +79,7 @@ int main(int argc, char** argv)
     op_table(rope_tests, filter, bench, memory_gbps, &totals);
     op_table(swiglu_tests, filter, bench, memory_gbps, &totals);
     op_table(gelu_tests, filter, bench, memory_gbps, &totals);
+    op_table(dropout_tests, filter, bench, memory_gbps, &totals);
     op_table(matmul_tests, filter, bench, memory_gbps, &totals);
     op_table(attention_tests, filter, bench, memory_gbps, &totals);
     op_table(attention_cached_tests, filter, bench, memory_gbps, &totals);
@@ -84,7 +87,9 @@ int main(int argc, char** argv)
     op_table(accumulate_tests, filter, bench, memory_gbps, &totals);
     op_table(global_norm_tests, filter, bench, memory_gbps, &totals);
     op_table(step_tests, filter, bench, memory_gbps, &totals);
+    op_table(values_tests, filter, bench, memory_gbps, &totals);
     op_table(optimizer_tests, filter, bench, memory_gbps, &totals);
+    op_table(storage_tests, filter, bench, memory_gbps, &totals);
     op_table(muon_tests, filter, bench, memory_gbps, &totals);
     matmul_free();
     if (bench) return 0;

@@ -311,9 +311,9 @@ ROWS = [
            "or train one with data/prepare.py", tokenizer(pre_tokenizer=None), *ASK),
     refuse('{d}/model/tokenizer.json: the pre_tokenizer "Whitespace" is not supported, only ByteLevel and Split are',
            tokenizer(pre_tokenizer={"type": "Whitespace"}), *ASK),
-    refuse('{d}/model/tokenizer.json: has the normalizer "NFC"; only tokenizers that leave the text as it is are '
-           "supported: use a byte-level BPE tokenizer, or train one with data/prepare.py",
-           tokenizer(normalizer={"type": "NFC"}), *ASK),
+    refuse('{d}/model/tokenizer.json: has the normalizer "Lowercase"; only NFC is supported: use a byte-level BPE '
+           "tokenizer, or train one with data/prepare.py",
+           tokenizer(normalizer={"type": "Lowercase"}), *ASK),
     refuse("{d}/model/tokenizer.json: its vocabulary is empty", tokenizer(model={"vocab": {}}), *ASK),
     refuse("{d}/model/tokenizer.json: merge 0 is not a pair of tokens", tokenizer(model={"merges": ["a"]}), *ASK),
     refuse('{d}/model/tokenizer.json: merge 0 joins "a" and "c", and not all of them and "ac" are in the vocabulary',

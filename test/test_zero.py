@@ -12,8 +12,8 @@ import subprocess
 import init
 import numpy as np
 import pytest
-from util import (FULL, ROOT, built_devices, command, environment, gpt2_config, ranks_of, safetensors_read, shard_write,
-                  train_gpt)
+from util import (FULL, ROOT, built_devices, command, environment, gpt2_config, moments, ranks_of, safetensors_read,
+                  shard_write, train_gpt, weights)
 
 CONFIG = gpt2_config(97, 24, 16, L=5, NH=3)
 STEPS = 20
@@ -288,15 +288,42 @@ def test_loss_scale(tmp_path, stage):
 
 
 def test_first_step_after_skips(tmp_path):
-    """Its update is a first Adam step's, lr times the sign of the gradient, and its norm is free of the scale."""
-    args = [*start(tmp_path, steps=30), *batch(1, 1), "-p", "fp16", "--weight-decay", 0, "--schedule", "constant"]
-    skipping = train_gpt(*args, "--initial-scale-power", 31, **HALF, out=tmp_path / "skipping")
-    plain = train_gpt(*args, "--loss-scale", 1024, **HALF, out=tmp_path / "plain")
-    first = skipping.series("skipped").index(0)
-    assert first > 1 and not any(plain.series("skipped"))
-    assert skipping.series("lr")[first] == plain.series("lr")[0]
-    scale = skipping.series("loss_scale")[first]
-    assert skipping.series("norm")[first] < 100 < scale
+    """Its update is a first Adam step's, lr times the sign of the gradient, and so are its moments; its norm is that of
+    fp32 at the same weights, whatever the scale of its backward."""
+    lr = 1e-3
+    args = [*start(tmp_path, steps=24), *batch(1, 1), "--weight-decay", 0, "--schedule", "constant"]
+    args[args.index("--warmup") + 1] = 0
+    run = train_gpt(*args, "-p", "fp16", "--initial-scale-power", 31, "--save-every", 1, out=tmp_path / "run")
+    still = train_gpt(*[0 if arg == lr else arg for arg in args], out=tmp_path / "still")   # the initial weights
+    first = run.series("skipped").index(0)
+    assert first > 1 and run.series("lr")[first] == lr
+    norm = run.series("norm")[first]
+    assert norm == pytest.approx(still.series("norm")[first], rel=2e-2)
+    before, after = (weights(run.checkpoint(step)) for step in (first, first + 1))
+    m, v = moments(run.checkpoint(first + 1))
+    clip = min(1, 1 / norm)
+    m_norm = np.sqrt(sum((x.astype(np.float64)**2).sum() for x in m.values()))
+    assert m_norm == pytest.approx(0.1 * norm * clip, rel=1e-4)
+    for name in before:
+        moved, g = (after[name].astype(np.float64) - before[name]), m[name] / 0.1
+        assert v[name] == pytest.approx(0.05 * g**2, rel=1e-4, abs=1e-30)
+        large = np.abs(g) > 1e-5                                       # where eps = 1e-8 does not show
+        assert moved[large] == pytest.approx(-lr * np.sign(g[large]), rel=2e-3, abs=2e-8), name
+
+
+def test_loss_scale_floor(tmp_path):
+    """A floor at the scale that the run finds changes nothing; one above it ends the run, and says so."""
+    args = [*start(tmp_path, steps=24), *batch(1, 1), "-p", "fp16", "--initial-scale-power", 26, "--hysteresis", 1,
+            "--loss-scale-window", 1000]
+    free = train_gpt(*args, out=tmp_path / "free")
+    found = free.series("loss_scale")[-1]
+    used, _ = scaler(free.series("skipped"), 2.0**26, 1000, 1)
+    assert free.series("loss_scale") == used and 1 < found < 2.0**26
+    held = train_gpt(*args, "--min-loss-scale", found, out=tmp_path / "held")
+    assert_bits(held, free)
+    refused = train_gpt(*args, "--min-loss-scale", 2 * found, ok=False, out=tmp_path / "refused")
+    assert "smallest loss scale" in refused.complaint[0]
+    assert refused.series("loss_scale") == used[:len(refused.log)] and refused.series("loss_scale")[-1] == 2 * found
 
 
 @pytest.mark.parametrize("flags,words",
@@ -491,6 +518,7 @@ def test_plans_of_the_readme():
     states = sum(rows[k] for k in ("parameters", "master weights", "gradients", "optimizer states"))
     assert states == pytest.approx(18 * psi / mib, rel=1e-3)
     assert "does not fit" in out and out.split("does not fit")[1].split("output")[0] in (ROOT / "README.md").read_text()
+    assert re.search(r"-r block .* fits  --master split --state-dtype bf16", out)
 
 
 @pytest.mark.parametrize("stage,micro_steps,ranks,name",

@@ -25,12 +25,12 @@ typedef struct RunState {
     int num_good_steps, hysteresis_left;
     unsigned long long seed;
     size_t seq_len, global_batch;
+    bool fp32_weights, fp32_moments;    // were kept to the last bit: in other storage they are rounded
     Spikes spikes;
     bool val_due;                       // the validation after this step was cut short
 } RunState;
 
 /* What is saved of each element, by the suffix of its tensor's name; the weights in a file of their own. */
-enum StateIdx { STATE_WEIGHTS, STATE_M, STATE_V, NUM_STATES };
 static const char* const state_suffixes[NUM_STATES] = {"", ".m", ".v"};
 static const int STATE_NAME_BYTES = 80;
 
@@ -43,15 +43,6 @@ static void state_name(char (&name)[STATE_NAME_BYTES], const Tensor* t, int stat
 static bool state_is_kept(const Zero* z, int state, const Tensor* t)
 {
     return state == STATE_WEIGHTS || zero_has_moment(z, state - STATE_M, t);
-}
-
-/* Where this rank keeps element `flat` of unit u. */
-static float* state_at(const Zero* z, int state, int u, size_t flat)
-{
-    if (state == STATE_M) return zero_m_at(z, u, flat);
-    if (state == STATE_V) return zero_v_at(z, u, flat);
-    size_t at = zero_state_first(z, u) + (flat - zero_owned(z, u).first);
-    return z->master ? z->master + at : (float*)zero_own_param(z, u, flat);
 }
 
 // ------------------------------------------------------------------------------------------------------- checksums
@@ -246,6 +237,8 @@ static void state_json_write(const RunState* s, const Zero* z, const uint64_t* s
     if (s->val_due) json_add_bool(j, "val_due", true);
     json_add_string(j, "optimizer", z->optimizer->name);
     json_add_string(j, "precision", FLOATX_NAME);
+    json_add_string(j, "master", dtype_names[(int)z->storage.master]);
+    json_add_string(j, "moments", dtype_names[(int)z->storage.moments]);
     add_file_prints(j, folder);
     cJSON* tensors = json_add_object(j, "tensors");
     for (int state = 0; state < NUM_STATES; state++) {
@@ -296,6 +289,8 @@ static void load_counters(const CheckpointLoad* l)
     s->seed = (unsigned long long)json_int(j, "seed", 0, JSON_MAX_INT, path);
     s->seq_len = (size_t)json_int(j, "seq_len", 1, JSON_MAX_INT, path);
     s->global_batch = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);
+    s->fp32_weights = strcmp(json_string_or(j, "master", "fp32", path), "bf16") != 0;
+    s->fp32_moments = strcmp(json_string_or(j, "moments", "fp32", path), "fp32") == 0;
     s->val_due = json_bool_or(j, "val_due", false, path);
     if (!json_has(j, "spikes")) return;
     const cJSON* spikes = json_object(j, "spikes", path);
@@ -338,9 +333,7 @@ static void load_optimizer(CheckpointLoad* l)
                 size_t first = tensor_file_place(t, part.first) + done;
                 safetensors_read_f32(files, st, first, n, z->bounce);
                 l->sums[state * s->num_tensors + tensor_first_piece(s, i)] += tensor_sum(z->bounce, first, n);
-                CUDA_CHECK(cudaMemcpyAsync(state_at(z, state, t->unit, part.first + done), z->bounce, n * sizeof(float),
-                                           cudaMemcpyHostToDevice, z->compute));
-                CUDA_CHECK(cudaStreamSynchronize(z->compute));
+                zero_state_from_host(z, (StateKind)state, t->unit, part.first + done, n, z->bounce);
             }
         }
     }

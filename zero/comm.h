@@ -10,7 +10,7 @@
 #ifndef NO_MPI
 #include <mpi.h>
 #endif
-#include "../kernels/accumulate.cuh"
+#include "../kernels/values.cuh"
 #include "watchdog.h"
 #ifndef DEVICE_CUDA
 #include "../kernels/cpu/device.h"
@@ -29,7 +29,7 @@ typedef struct Comm {
     size_t asked_bytes;             // since the start
     Watch* watch;                   // null with one rank
     bool in_group;                  // between comm_group_begin and _end
-    float* pieces;                  // --deterministic: what the ranks send for one reduction; else null
+    char* pieces;                   // --deterministic: what the ranks send for one reduction; else null
 #ifndef NO_MPI
     MPI_Comm host;
     MPI_Win beats;
@@ -295,37 +295,46 @@ static void comm_all_reduce(Comm* c, void* data, size_t n, ncclDataType_t type, 
     comm_has_asked(c, "what follows ncclAllReduce", n);
 }
 
-/* The pieces (R,n) of this rank's slice from all ranks, then their sum in rank order: the same bits however NCCL would
- * have gone about it. */
-static void comm_reduce_in_order(Comm* c, float* out, const float* inp, size_t n, cudaStream_t stream)
+static ncclDataType_t dtype_nccl(Dtype dtype)
 {
-    CUDA_CHECK(cudaMemcpyAsync(c->pieces + c->rank * n, inp + c->rank * n, n * sizeof(float), cudaMemcpyDeviceToDevice,
-                               stream));
+    return dtype == Dtype::FP32 ? ncclFloat32 : dtype == Dtype::BF16 ? ncclBfloat16 : ncclFloat16;
+}
+
+/* The pieces (R,n) of this rank's slice from all ranks, then their sum in fp32 in rank order: the same bits however
+ * NCCL would have gone about it. */
+static void comm_reduce_in_order(Comm* c, Values out, Values inp, size_t n, bool adds, cudaStream_t stream)
+{
+    const Values pieces = {c->pieces, inp.dtype, nullptr};
+    size_t piece_bytes = n * dtype_bytes(inp.dtype);
+    CUDA_CHECK(cudaMemcpyAsync(values_from(pieces, c->rank * n).at, values_from(inp, c->rank * n).at, piece_bytes,
+                               cudaMemcpyDeviceToDevice, stream));
 #ifndef NO_NCCL
     NCCL_CHECK(ncclGroupStart());
     for (int i = 1; i < c->num_ranks; i++) {
         int to = (c->rank + i) % c->num_ranks, from = (c->rank + c->num_ranks - i) % c->num_ranks;
-        NCCL_CHECK(ncclSend(inp + to * n, n, ncclFloat32, to, c->nccl, stream));
-        NCCL_CHECK(ncclRecv(c->pieces + from * n, n, ncclFloat32, from, c->nccl, stream));
+        ncclDataType_t type = dtype_nccl(inp.dtype);
+        NCCL_CHECK(ncclSend(values_from(inp, to * n).at, n, type, to, c->nccl, stream));
+        NCCL_CHECK(ncclRecv(values_from(pieces, from * n).at, n, type, from, c->nccl, stream));
     }
     NCCL_CHECK(ncclGroupEnd());
 #endif
-    pieces_sum(out, c->pieces, c->num_ranks, n, stream);
+    values_sum(out, pieces, c->num_ranks, n, adds, stream);
 }
 
-/* out (n) = sum over ranks of their inp[rank*n ...]; inp is (R*n). `out` may be inp + rank*n. */
-static void comm_reduce_scatter(Comm* c, float* out, const float* inp, size_t n, cudaStream_t stream)
+/* out (n) = sum over ranks of their inp[rank*n ...]; inp is (R*n). `out` may be inp + rank*n. With pieces, `out` may
+ * have another type, and may be added to; without, it is of inp's type and is written. */
+static void comm_reduce_scatter(Comm* c, Values out, Values inp, size_t n, bool adds, cudaStream_t stream)
 {
     if (c->num_ranks == 1) {
-        if (out != inp)
-            CUDA_CHECK(cudaMemcpyAsync(out, inp, n * sizeof(float), cudaMemcpyDeviceToDevice, stream));
+        if (out.at != inp.at) values_sum(out, inp, 1, n, adds, stream);
         return;
     }
     watch_collective(c->watch, "ncclReduceScatter", n);
-    c->asked_bytes += comm_scatter_bytes(c, n, sizeof(float));
-    if (c->pieces != nullptr) comm_reduce_in_order(c, out, inp, n, stream);
+    c->asked_bytes += comm_scatter_bytes(c, n, dtype_bytes(inp.dtype));
+    assert(c->pieces != nullptr || (out.dtype == inp.dtype && !adds));
+    if (c->pieces != nullptr) comm_reduce_in_order(c, out, inp, n, adds, stream);
 #ifndef NO_NCCL
-    else NCCL_CHECK(ncclReduceScatter(inp, out, n, ncclFloat32, ncclSum, c->nccl, stream));
+    else NCCL_CHECK(ncclReduceScatter(inp.at, out.at, n, dtype_nccl(inp.dtype), ncclSum, c->nccl, stream));
 #endif
     comm_has_asked(c, "what follows ncclReduceScatter", n);
 }

@@ -11,15 +11,6 @@
 #include "shard.h"
 #include "../kernels/common.cuh"
 
-static const uint64_t GOLDEN_GAMMA = 0x9E3779B97F4A7C15ull;
-
-static inline uint64_t mix64(uint64_t z)
-{
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
-}
-
 static inline uint64_t fnv1a64(const void* data, size_t size_bytes, uint64_t hash = 0xcbf29ce484222325ull)
 {
     for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char*)data)[i]) * 0x100000001b3ull;

@@ -65,12 +65,14 @@ static void saver_plan(Saver* s, Zero* z, Plan* plan)
     }
 }
 
-/* Where the copy of element `flat` of tensor t is, which is in this rank's slice. */
-static float* state_saved(const Saver* s, int state, const Tensor* t, size_t flat)
+/* Where the copy of `part` of tensor t is, which is this rank's: stored as on the device, in room for floats. */
+static Values state_saved(const Saver* s, int state, const Tensor* t, Range part)
 {
     const Shard* shard = s->zero->shard;
     Range slice = shard_slice(shard, t->unit, s->zero->comm->rank);
-    return s->values[state] + shard_packed_first(shard, t->unit) + (flat - slice.first);
+    float* at = s->values[state] + shard_packed_first(shard, t->unit) + (part.first - slice.first);
+    Dtype dtype = zero_state(s->zero, (StateKind)state, t->unit, part.first).dtype;
+    return Values{at, dtype, dtype == Dtype::SPLIT ? (unsigned short*)at + part.count : nullptr};
 }
 
 // ---------------------------------------------------------------------------------------- the phases, in the thread
@@ -108,6 +110,7 @@ static void save_write(Saver* s)
         safetensors_open_files(s->weights);
         safetensors_open_files(s->optimizer);
     }
+    float* chunk = (float*)malloc_checked(chunk_elems * sizeof(float));
     char name[STATE_NAME_BYTES];
     for (int i = 0; i < NUM_STATES * shard->num_tensors; i++) {
         int state = i / shard->num_tensors;
@@ -117,16 +120,18 @@ static void save_write(Saver* s)
         if (!state_is_kept(s->zero, state, t)) continue;
         Range part = tensor_part(t, shard_slice(shard, t->unit, s->zero->comm->rank));
         const SafeTensors* files = state == STATE_WEIGHTS ? s->weights : s->optimizer;
-        const float* values = state_saved(s, state, t, part.first);
+        const Values values = state_saved(s, state, t, part);
         state_name(name, t, state);
         const SafeTensor* st = safetensors_get(files, name);
         for (size_t done = 0, n; done < part.count; done += n) {
             n = part.count - done < chunk_elems ? part.count - done : chunk_elems;
             size_t first = tensor_file_place(t, part.first) + done;
-            sums[tensor_first_piece(shard, t_idx)] += tensor_sum(values + done, first, n);
-            safetensors_write_f32(files, st, first, n, values + done);
+            for (size_t k = 0; k < n; k++) chunk[k] = value_load(values, done + k);
+            sums[tensor_first_piece(shard, t_idx)] += tensor_sum(chunk, first, n);
+            safetensors_write_f32(files, st, first, n, chunk);
         }
     }
+    free(chunk);
     safetensors_sync(s->weights);
     safetensors_sync(s->optimizer);
 }
@@ -223,9 +228,12 @@ static void states_copy(Saver* s)
         int state = i / z->shard->num_tensors;
         const Tensor* t = &z->shard->tensors[i % z->shard->num_tensors];
         Range part = tensor_part(t, shard_slice(z->shard, t->unit, z->comm->rank));
-        if (part.count > 0 && state_is_kept(z, state, t))
-            CUDA_CHECK(cudaMemcpyAsync(state_saved(s, state, t, part.first), state_at(z, state, t->unit, part.first),
-                                       part.count * sizeof(float), cudaMemcpyDeviceToHost, z->d2h));
+        if (part.count == 0 || !state_is_kept(z, state, t)) continue;
+        Values to = state_saved(s, state, t, part), from = zero_state(z, (StateKind)state, t->unit, part.first);
+        size_t size_bytes = part.count * dtype_bytes(from.dtype);
+        CUDA_CHECK(cudaMemcpyAsync(to.at, from.at, size_bytes, cudaMemcpyDeviceToHost, z->d2h));
+        if (from.low != nullptr)
+            CUDA_CHECK(cudaMemcpyAsync(to.low, from.low, size_bytes, cudaMemcpyDeviceToHost, z->d2h));
     }
     CUDA_CHECK(cudaEventRecord(z->states_copied, z->d2h));
 }

@@ -26,11 +26,20 @@
 
 static const size_t BOUNCE_ELEMS = 1 << 20;
 
+/* How what the optimizer works with is kept. */
+typedef struct Storage {
+    Dtype master;           // FP32; SPLIT: its upper half is the weight; floatX's type: the weight is all there is
+    Dtype moments;          // FP32 or BF16
+    Dtype grads;            // summed over micro-steps in FP32, or floatX's type
+    Dtype sent;             // in which they go to other ranks
+} Storage;
+
 typedef struct ZeroConfig {
     int stage;
     const bool* resident;       // (num_units) the gradient is kept whole, and at stage 3 the parameters
     int num_micro_steps;
     bool training;              // else no gradients and moments
+    Storage storage;
     const OptimizerRow* optimizer;
     bool overlap;
     bool reduces_once;          // stages 2-3: gradients whole, sent at the boundary instead of in each micro-step
@@ -45,6 +54,7 @@ typedef struct Zero {
     Comm* comm;
     const Shard* shard;
     int stage;
+    Storage storage;
     bool training, overlap;
     bool reduces_once;          // gradients are kept whole at every stage, as at stage 1
     int num_micro_steps;
@@ -59,20 +69,22 @@ typedef struct Zero {
     const int* visits;          // (num_visits) the units of a micro-step in the order in which the model uses them
     int num_visits, visit;      // the next one
     // gradients
-    float* grads;               // (P) stages 0-1
+    bool* resident;             // (num_units) the whole gradient stays in fp32 until it is sent
+    char* grads;                // (P) stages 0-1; in 16 bits without the resident units
     float** unit_grads;         // (num_units) where unit u's whole gradient is while its backward runs
-    float* grad_ring[RING_SIZE];    // stages 2-3
-    float* resident_grads;      // stages 2-3: resident units, packed
-    float* grad_slices;         // (P/R) stages 2-3
-    float* reduced;             // stages 2-3 with several micro-steps: the slices of one bucket as they arrive
+    Values* whole_grads;        // (num_units) where it is summed over micro-steps, where that is done whole
+    float* grad_ring[RING_SIZE];    // stages 2-3; stages 0-1 in 16 bits: one unit's, until it is added to the whole
+    float* resident_grads;      // stages 2-3, and in 16 bits: resident units, packed
+    char* grad_slices;          // (P/R) stages 2-3
+    char* sent;                 // one bucket as it is sent, where that is in another type than it is kept in
     // optimizer
     const OptimizerRow* optimizer;
-    float *moment1, *moment2;   // m and v, each where the optimizer has it: (P) stage 0, (P/R) else; see zero_v_first
+    char *moment1, *moment2;    // m and v, each where the optimizer has it: (P) stage 0, (P/R) else; see zero_v_first
     size_t* v_first;            // (num_units) where the v of what this rank updates of unit u starts
     int* first_of_name;         // (num_tensors) the first tensor of that name: the place in LAMB's sums
     double *lamb_sums, *lamb_scratch;   // (num_tensors,2)
     struct MuonSpace* muon;
-    float* master;              // fp32 copy of what this rank updates; null when floatX is float
+    char* master;               // of what this rank updates: fp32, or the lower halves; null without a master
     double* step_sums;          // (NUM_STEP_SUMS) summed over micro-steps, then over ranks
     double* norm_scratch;
     StepState* state;
@@ -81,6 +93,7 @@ typedef struct Zero {
     int *found, *h_found;       // (2, num_tensors), pinned (num_tensors): which parts had an Inf or NaN, by slot
     unsigned long long* hash;   // (1)
     float* bounce;              // (BOUNCE_ELEMS) pinned: between files and the device
+    unsigned short* halves;     // (2, BOUNCE_ELEMS) pinned: the same for what is not kept as floats
     cudaStream_t compute, reduce, gather;
     cudaStream_t d2h;           // states to the host, for a checkpoint (save.h)
     cudaEvent_t states_copied;  // d2h -> compute: they may change again
@@ -117,11 +130,19 @@ static floatX* zero_own_param(const Zero* z, int u, size_t flat)
     return z->own_params[u] + (flat - zero_owned(z, u).first);
 }
 
-/* The reduced gradient of a flat range of unit u that this rank holds. */
-static float* zero_reduced_grad(const Zero* z, int u, size_t flat)
+/* In 16 bits the gradients of a unit, which kernels make in fp32, are added to a whole copy when they are complete. */
+static bool unit_folds(const Zero* z, int u)
 {
-    if (!zero_slices_grads(z)) return z->grads + flat;
-    return z->grad_slices + shard_packed_first(z->shard, u) + (flat - shard_slice(z->shard, u, z->comm->rank).first);
+    return !zero_slices_grads(z) && z->storage.grads != Dtype::FP32 && !z->resident[u];
+}
+
+/* The reduced gradient of a flat range of unit u that this rank holds. */
+static Values zero_reduced_grad(const Zero* z, int u, size_t flat)
+{
+    if (!zero_slices_grads(z)) return values_from(z->whole_grads[u], flat - z->shard->units[u].range.first);
+    size_t slice = shard_slice(z->shard, u, z->comm->rank).first;
+    return values_from(Values{z->grad_slices, z->storage.grads, nullptr},
+                       shard_packed_first(z->shard, u) + (flat - slice));
 }
 
 /* How many of the elements that this rank updates of unit u before `flat` have no v: Muon keeps none of hidden
@@ -142,15 +163,28 @@ static size_t zero_v_gap(const Zero* z, int u, size_t flat)
     return gap;
 }
 
-/* Where m and v of element `flat` of unit u are. */
-static float* zero_m_at(const Zero* z, int u, size_t flat)
+/* What the optimizer keeps of each element. */
+enum StateKind { STATE_WEIGHTS, STATE_M, STATE_V, NUM_STATES };
+
+/* The v of what this rank updates of unit u. */
+static Values zero_unit_v(const Zero* z, int u)
 {
-    return z->moment1 + zero_state_first(z, u) + (flat - zero_owned(z, u).first);
+    return values_from(Values{z->moment2, z->storage.moments, nullptr}, z->v_first[u]);
 }
-static float* zero_v_at(const Zero* z, int u, size_t flat)
+
+/* Where this rank keeps element `flat` of what it updates of unit u, and how: to the optimizer each is a float. */
+static Values zero_state(const Zero* z, StateKind kind, int u, size_t flat)
 {
-    return z->moment2 + z->v_first[u] + (flat - zero_owned(z, u).first) - zero_v_gap(z, u, flat);
+    size_t at = zero_state_first(z, u) + (flat - zero_owned(z, u).first);
+    if (kind == STATE_M) return values_from(Values{z->moment1, z->storage.moments, nullptr}, at);
+    if (kind == STATE_V)
+        return values_from(zero_unit_v(z, u), flat - zero_owned(z, u).first - zero_v_gap(z, u, flat));
+    floatX* param = zero_own_param(z, u, flat);
+    if (z->storage.master == FLOATX_DTYPE) return Values{param, FLOATX_DTYPE, nullptr};
+    if (z->storage.master == Dtype::SPLIT) return Values{param, Dtype::SPLIT, (unsigned short*)z->master + at};
+    return values_of((float*)z->master + at);
 }
+
 /* Does the optimizer keep m (k 0) or v (k 1) of tensor t? */
 static bool zero_has_moment(const Zero* z, int k, const Tensor* t)
 {
@@ -159,25 +193,38 @@ static bool zero_has_moment(const Zero* z, int k, const Tensor* t)
 }
 
 // ------------------------------------------------------------------------------------------------- memory, streams
-static void plan_gradients(Zero* z, Plan* plan, const bool* resident)
+static size_t max_count(size_t a, size_t b) { return a > b ? a : b; }
+
+static void plan_gradients(Zero* z, Plan* plan)
 {
     const Shard* s = z->shard;
-    if (!zero_slices_grads(z)) {
-        plan_add(plan, "gradients", Place::DEVICE, &z->grads, s->num_elems);
-        return;
+    const Buckets* buckets = &z->grad_buckets;
+    const Place D = Place::DEVICE;
+    size_t resident = 0, folded = 0, largest_folded = 0, largest = 0;
+    bool converts = false;
+    for (int u = 0; u < s->num_units; u++) {
+        size_t count = s->units[u].range.count;
+        if (z->resident[u]) resident += count;
+        if (unit_folds(z, u)) folded += count;
+        if (unit_folds(z, u) && count > largest_folded) largest_folded = count;
+        converts = converts || (unit_folds(z, u) ? z->storage.grads : Dtype::FP32) != z->storage.sent;
     }
-    size_t packed = 0, largest = 0;
-    for (int u = 0; u < s->num_units; u++) if (resident[u]) packed += s->units[u].range.count;
-    for (int b = 0; b < z->grad_buckets.num_buckets; b++) {
-        size_t count = bucket_range(&z->grad_buckets, s, b).count / s->num_ranks;
-        if (bucket_in_ring(&z->grad_buckets, b) && count > largest) largest = count;
+    for (int b = 0; b < buckets->num_buckets; b++) largest = max_count(largest, bucket_range(buckets, s, b).count);
+    if (zero_slices_grads(z)) {
+        for (int k = 0; k < buckets->num_slots; k++)
+            plan_add(plan, "gradients, ring of whole units", D, &z->grad_ring[k], buckets->slot_elems);
+        plan_add(plan, "gradients, embeddings and head", D, &z->resident_grads, resident);
+        plan_add(plan, "gradients, slice", D, &z->grad_slices,
+                 s->num_elems / s->num_ranks * dtype_bytes(z->storage.grads));
+    } else if (folded > 0) {
+        plan_add(plan, "gradients", D, &z->grads, folded * dtype_bytes(z->storage.grads));
+        plan_add(plan, "gradients, embeddings and head", D, &z->resident_grads, resident);
+        plan_add(plan, "gradients, one unit in fp32", D, &z->grad_ring[0], largest_folded);
+    } else {
+        plan_add(plan, "gradients", D, &z->grads, s->num_elems * sizeof(float));
     }
-    for (int k = 0; k < z->grad_buckets.num_slots; k++)
-        plan_add(plan, "gradients, ring of whole units", Place::DEVICE, &z->grad_ring[k],
-                 z->grad_buckets.slot_elems);
-    plan_add(plan, "gradients, embeddings and head", Place::DEVICE, &z->resident_grads, packed);
-    plan_add(plan, "gradients, slice", Place::DEVICE, &z->grad_slices, s->num_elems / s->num_ranks);
-    if (z->num_micro_steps > 1) plan_add(plan, "gradients, arriving", Place::DEVICE, &z->reduced, largest);
+    if (converts && s->num_ranks > 1)
+        plan_add(plan, "gradients, as they are sent", D, &z->sent, largest * dtype_bytes(z->storage.sent));
 }
 
 static void plan_params(Zero* z, Plan* plan)
@@ -193,6 +240,17 @@ static void plan_params(Zero* z, Plan* plan)
     for (int k = 0; k < z->param_buckets.num_slots; k++)
         plan_add(plan, "parameters, ring of whole units", Place::DEVICE, &z->param_ring[k],
                  z->param_buckets.slot_elems);
+}
+
+/* Of the `count` elements that this rank updates. */
+static void plan_master(Zero* z, Plan* plan, size_t count)
+{
+    Dtype master = z->storage.master;
+    if (master != FLOATX_DTYPE)
+        plan_add(plan, master == Dtype::SPLIT ? "master weights, lower halves" : "master weights", Place::DEVICE,
+                 &z->master, count * dtype_bytes(master));
+    if (master != Dtype::FP32 || z->storage.moments != Dtype::FP32)
+        plan_add(plan, "between files and device", Place::HOST, &z->halves, 2 * BOUNCE_ELEMS);
 }
 
 static void plan_muon(Zero* z, Plan* plan);   // update.h
@@ -211,8 +269,9 @@ static void plan_optimizer(Zero* z, Plan* plan, size_t state_elems)
         z->first_of_name[t] = 0;
         while (strcmp(s->tensors[z->first_of_name[t]].name, s->tensors[t].name) != 0) z->first_of_name[t]++;
     }
-    if (z->optimizer->has_m) plan_add(plan, "optimizer states", Place::DEVICE, &z->moment1, state_elems);
-    if (z->optimizer->has_v) plan_add(plan, "optimizer states", Place::DEVICE, &z->moment2, v_elems);
+    size_t elem_bytes = dtype_bytes(z->storage.moments);
+    if (z->optimizer->has_m) plan_add(plan, "optimizer states", Place::DEVICE, &z->moment1, state_elems * elem_bytes);
+    if (z->optimizer->has_v) plan_add(plan, "optimizer states", Place::DEVICE, &z->moment2, v_elems * elem_bytes);
     if (z->optimizer->optimizer == Optimizer::LAMB) {
         plan_add(plan, "LAMB's norms", Place::DEVICE, &z->lamb_sums, 2 * (size_t)s->num_tensors);
         plan_add(plan, "LAMB's norms", Place::DEVICE, &z->lamb_scratch, lamb_scratch_elems());
@@ -228,12 +287,15 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     z->shard = shard;
     z->stage = config->stage;
     z->training = config->training;
+    z->storage = config->storage;
     z->optimizer = config->optimizer;
     z->overlap = config->overlap;
     z->reduces_once = config->reduces_once;
     z->num_micro_steps = config->num_micro_steps;
     z->visits = config->visits;
     z->num_visits = config->num_visits;
+    z->resident = (bool*)malloc_checked(shard->num_units * sizeof(bool));
+    memcpy(z->resident, config->resident, shard->num_units * sizeof(bool));
     bool *kept = (bool*)malloc_checked(2 * shard->num_units * sizeof(bool)), *kept_grads = kept + shard->num_units;
     for (int u = 0; u < shard->num_units; u++) {
         kept_grads[u] = !zero_slices_grads(z) || config->resident[u];
@@ -244,14 +306,14 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     free(kept);
     size_t whole = shard->num_elems, state = zero_slices_states(z) ? whole / shard->num_ranks : whole;
     plan_params(z, plan);
-    if (sizeof(floatX) < 4) plan_add(plan, "master weights", Place::DEVICE, &z->master, state);
+    plan_master(z, plan, state);
     size_t largest = 0;
-    for (int u = 0; u < shard->num_units; u++)
-        if (shard->units[u].range.count > largest) largest = shard->units[u].range.count;
+    for (int u = 0; u < shard->num_units; u++) largest = max_count(largest, shard->units[u].range.count);
     if (z->training && config->deterministic && shard->num_ranks > 1)
-        plan_add(plan, "gradients, pieces of all ranks", Place::DEVICE, &comm->pieces, largest);
+        plan_add(plan, "gradients, pieces of all ranks", Place::DEVICE, &comm->pieces,
+                 largest * dtype_bytes(z->storage.sent));
     if (z->training) {
-        plan_gradients(z, plan, config->resident);
+        plan_gradients(z, plan);
         plan_optimizer(z, plan, state);
     }
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->step_sums, NUM_STEP_SUMS);
@@ -270,6 +332,8 @@ static void zero_place_units(Zero* z)
 {
     const Shard* s = z->shard;
     z->unit_grads = (float**)malloc_checked(s->num_units * sizeof(float*));
+    z->whole_grads = (Values*)malloc_checked(s->num_units * sizeof(Values));
+    Values folded = {z->grads, z->storage.grads, nullptr};
     z->unit_params = (floatX**)malloc_checked(s->num_units * sizeof(floatX*));
     z->own_params = (floatX**)malloc_checked(s->num_units * sizeof(floatX*));
     float* resident = z->resident_grads;
@@ -278,10 +342,14 @@ static void zero_place_units(Zero* z)
         Range range = s->units[u].range;
         const Buckets *grads = &z->grad_buckets, *params = &z->param_buckets;
         int grad_slot = grads->slot[grads->of_unit[u]], param_slot = params->slot[params->of_unit[u]];
+        bool folds = unit_folds(z, u);
         if (!z->training) z->unit_grads[u] = nullptr;
-        else if (!zero_slices_grads(z)) z->unit_grads[u] = z->grads + range.first;
+        else if (folds) z->unit_grads[u] = z->grad_ring[0];
         else if (grad_slot != NOT_IN_RING) z->unit_grads[u] = z->grad_ring[grad_slot] + unit_ring_offset(grads, s, u);
-        else { z->unit_grads[u] = resident; resident += range.count; }
+        else if (z->resident_grads != nullptr) { z->unit_grads[u] = resident; resident += range.count; }
+        else z->unit_grads[u] = (float*)z->grads + range.first;
+        z->whole_grads[u] = folds ? folded : values_of(z->unit_grads[u]);
+        if (folds) folded = values_from(folded, range.count);
         if (param_slot != NOT_IN_RING) {
             z->unit_params[u] = z->param_ring[param_slot] + unit_ring_offset(params, s, u);
             z->own_params[u] = slices;
@@ -302,7 +370,7 @@ static void zero_place_grad_parts(Zero* z)
     for (int t = 0; t < s->num_tensors; t++) {
         int u = s->tensors[t].unit;
         Range part = tensor_part(&s->tensors[t], shard_slice(s, u, z->comm->rank));
-        parts[t] = GradPart{part.count > 0 ? zero_reduced_grad(z, u, part.first) : nullptr, part.count};
+        parts[t] = GradPart{part.count > 0 ? zero_reduced_grad(z, u, part.first) : Values{}, part.count};
     }
     CUDA_CHECK(cudaMemcpy(z->grad_parts, parts, s->num_tensors * sizeof *parts, cudaMemcpyHostToDevice));
     free(parts);
@@ -342,6 +410,7 @@ static void zero_free(Zero* z)
         for (cudaStream_t stream : {z->reduce, z->gather, z->d2h}) CUDA_CHECK(cudaStreamDestroy(stream));
     free(z->params_ready);
     free(z->unit_grads);
+    free(z->whole_grads);
     free(z->unit_params);
     free(z->own_params);
 }
@@ -420,7 +489,7 @@ static void zero_step_begin(Zero* z)
 {
     CUDA_CHECK(cudaMemsetAsync(z->step_sums, 0, NUM_STEP_SUMS * sizeof(double), z->compute));
     for (int u = 0; u < z->shard->num_units; u++)
-        if (!unit_in_ring(&z->grad_buckets, u))
+        if (!unit_in_ring(&z->grad_buckets, u) && !unit_folds(z, u))
             CUDA_CHECK(cudaMemsetAsync(z->unit_grads[u], 0, z->shard->units[u].range.count * sizeof(float),
                                        z->compute));
 }
@@ -430,8 +499,8 @@ static float* zero_gradient_begin(Zero* z, int u)
 {
     const Buckets* buckets = &z->grad_buckets;
     int b = buckets->of_unit[u];
-    if (bucket_in_ring(buckets, b)) {
-        if (u == buckets->first_unit[b + 1] - 1)   // the bucket two above has been sent
+    if (bucket_in_ring(buckets, b) || unit_folds(z, u)) {
+        if (bucket_in_ring(buckets, b) && u == buckets->first_unit[b + 1] - 1)   // the bucket two above has been sent
             CUDA_CHECK(cudaStreamWaitEvent(z->compute, z->grad_ring_free[buckets->slot[b]], 0));
         size_t size_bytes = z->shard->units[u].range.count * sizeof(float);
         CUDA_CHECK(cudaMemsetAsync(z->unit_grads[u], 0, size_bytes, z->compute));
@@ -439,19 +508,44 @@ static float* zero_gradient_begin(Zero* z, int u)
     return z->unit_grads[u];
 }
 
-/* Starts the sum over ranks of unit u's gradient: a slice of it goes to `slice`, at stage 0 all stays in place. */
-static void unit_reduce(Zero* z, int u, float* slice)
+/* Unit u's whole gradient as it is sent: where it is kept, or, of another type, in the bucket's buffer. */
+static Values unit_sent(const Zero* z, int u)
 {
-    size_t count = z->shard->units[u].range.count;
+    Values kept = z->whole_grads[u];
+    if (kept.dtype == z->storage.sent || z->comm->num_ranks == 1) return kept;
+    return values_from(Values{z->sent, z->storage.sent, nullptr}, unit_ring_offset(&z->grad_buckets, z->shard, u));
+}
+
+/* Starts the sum over ranks of unit u's gradient: this rank's slice of it goes where it is kept, or stays where it was
+ * sent from if it is to be added or is of another type; at stage 0 all of it does. */
+static void unit_reduce(Zero* z, int u, bool adds)
+{
+    size_t count = z->shard->units[u].range.count, n = count / z->shard->num_ranks;
+    Values inp = unit_sent(z, u), slice = values_from(inp, z->comm->rank * n);
+    Values own = zero_reduced_grad(z, u, shard_slice(z->shard, u, z->comm->rank).first);
+    bool sums = z->comm->pieces != nullptr || z->comm->num_ranks == 1;   // and converts and adds on the way
     if (z->stage > 0) {
-        comm_reduce_scatter(z->comm, slice, z->unit_grads[u], count / z->shard->num_ranks, z->reduce);
+        if (sums) comm_reduce_scatter(z->comm, own, inp, n, adds, z->reduce);
+        else comm_reduce_scatter(z->comm, own.dtype == inp.dtype && !adds ? own : slice, inp, n, false, z->reduce);
     } else if (z->comm->pieces != nullptr) {
-        size_t n = count / z->shard->num_ranks;
-        float* own = z->unit_grads[u] + z->comm->rank * n;
-        comm_reduce_scatter(z->comm, own, z->unit_grads[u], n, z->reduce);
-        comm_all_gather(z->comm, z->unit_grads[u], own, n, ncclFloat32, z->reduce);
+        comm_reduce_scatter(z->comm, slice, inp, n, false, z->reduce);
+        comm_all_gather(z->comm, inp.at, slice.at, n, dtype_nccl(inp.dtype), z->reduce);
     } else {
-        comm_all_reduce(z->comm, z->unit_grads[u], count, ncclFloat32, z->reduce);
+        comm_all_reduce(z->comm, inp.at, count, dtype_nccl(inp.dtype), z->reduce);
+    }
+}
+
+/* What unit_reduce has left where it was sent from. */
+static void unit_keep_reduced(Zero* z, int u, bool adds)
+{
+    size_t count = z->shard->units[u].range.count, n = count / z->shard->num_ranks;
+    Values inp = unit_sent(z, u);
+    if (z->stage == 0) {
+        if (inp.at != z->whole_grads[u].at) values_convert(z->whole_grads[u], inp, count, z->reduce);
+    } else if (z->comm->pieces == nullptr && z->comm->num_ranks > 1) {
+        Values own = zero_reduced_grad(z, u, shard_slice(z->shard, u, z->comm->rank).first);
+        if (own.dtype == inp.dtype && !adds) return;
+        values_sum(own, values_from(inp, z->comm->rank * n), 1, n, adds, z->reduce);
     }
 }
 
@@ -460,22 +554,63 @@ static void unit_reduce(Zero* z, int u, float* slice)
 static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
 {
     const Buckets* buckets = &z->grad_buckets;
-    int b = buckets->of_unit[u];
+    int b = buckets->of_unit[u], end = buckets->first_unit[b + 1];
     bool boundary = micro == num_micro - 1, in_ring = bucket_in_ring(buckets, b), adds = in_ring && micro > 0;
+    if (unit_folds(z, u))
+        values_sum(z->whole_grads[u], values_of(z->unit_grads[u]), 1, z->shard->units[u].range.count, micro > 0,
+                   z->compute);
     if (u != buckets->first_unit[b] || (!boundary && !in_ring)) return;
     stream_wait(z->reduce, z->compute, z->edge, "the bucket's gradient is complete");
-    size_t first = shard_packed_first(z->shard, u);
     bool one_by_one = z->comm->pieces != nullptr;   // each is summed before the pieces of the next arrive
+    for (int i = u; i < end; i++)
+        if (unit_sent(z, i).at != z->whole_grads[i].at)
+            values_convert(unit_sent(z, i), z->whole_grads[i], z->shard->units[i].range.count, z->reduce);
     if (!one_by_one) comm_group_begin(z->comm);
-    for (int i = u; i < buckets->first_unit[b + 1]; i++) {
-        float* own = zero_reduced_grad(z, i, shard_slice(z->shard, i, z->comm->rank).first);
-        unit_reduce(z, i, adds ? z->reduced + (shard_packed_first(z->shard, i) - first) : own);
-    }
+    for (int i = u; i < end; i++) unit_reduce(z, i, adds);
     if (!one_by_one) comm_group_end(z->comm);
-    float* own = zero_reduced_grad(z, u, shard_slice(z->shard, u, z->comm->rank).first);
-    size_t count = bucket_range(buckets, z->shard, b).count / z->shard->num_ranks;
-    if (adds) accumulate(own, z->reduced, count, z->reduce);
+    for (int i = u; i < end; i++) unit_keep_reduced(z, i, adds);
     if (in_ring) CUDA_CHECK(cudaEventRecord(z->grad_ring_free[buckets->slot[b]], z->reduce));
+}
+
+// ------------------------------------------------------------------------------------------------- host and device
+/* out (count <= BOUNCE_ELEMS, pinned) = the floats of a state from element `flat` of unit u on. Synchronises. */
+static void zero_state_to_host(Zero* z, StateKind kind, int u, size_t flat, size_t count, float* out)
+{
+    Values from = zero_state(z, kind, u, flat);
+    void* to = from.dtype == Dtype::FP32 ? (void*)out : z->halves;
+    size_t size_bytes = count * dtype_bytes(from.dtype);
+    CUDA_CHECK(cudaMemcpyAsync(to, from.at, size_bytes, cudaMemcpyDeviceToHost, z->compute));
+    if (from.low != nullptr)
+        CUDA_CHECK(cudaMemcpyAsync(z->halves + BOUNCE_ELEMS, from.low, size_bytes, cudaMemcpyDeviceToHost, z->compute));
+    CUDA_CHECK(cudaStreamSynchronize(z->compute));
+    if (from.dtype == Dtype::FP32) return;
+    const Values halves = {z->halves, from.dtype, from.low != nullptr ? z->halves + BOUNCE_ELEMS : nullptr};
+    for (size_t i = 0; i < count; i++) out[i] = value_load(halves, i);
+}
+
+/* The way back: what is kept in 16 bits is rounded to nearest. `values` (pinned) is overwritten. Synchronises. */
+static void zero_state_from_host(Zero* z, StateKind kind, int u, size_t flat, size_t count, float* values)
+{
+    Values to = zero_state(z, kind, u, flat);
+    void* from = to.dtype == Dtype::FP32 ? (void*)values : z->halves;
+    size_t size_bytes = count * dtype_bytes(to.dtype);
+    const Values halves = {z->halves, to.dtype, to.low != nullptr ? z->halves + BOUNCE_ELEMS : nullptr};
+    for (size_t i = 0; i < (to.dtype == Dtype::FP32 ? 0 : count); i++) value_store(halves, i, values[i]);
+    CUDA_CHECK(cudaMemcpyAsync(to.at, from, size_bytes, cudaMemcpyHostToDevice, z->compute));
+    if (to.low != nullptr)
+        CUDA_CHECK(cudaMemcpyAsync(to.low, halves.low, size_bytes, cudaMemcpyHostToDevice, z->compute));
+    floatX* param = zero_own_param(z, u, flat);
+    if (kind == STATE_WEIGHTS && (void*)param != to.at) {   // a master, of which the parameter is a rounded copy
+        CUDA_CHECK(cudaStreamSynchronize(z->compute));
+        floatX* rounded = (floatX*)values;                  // in place: what is written is never ahead of what is read
+        for (size_t i = 0; i < count; i++) {
+            floatX x;
+            store_weight(&x, values[i]);
+            memcpy((void*)(rounded + i), &x, sizeof x);
+        }
+        CUDA_CHECK(cudaMemcpyAsync(param, rounded, count * sizeof(floatX), cudaMemcpyHostToDevice, z->compute));
+    }
+    CUDA_CHECK(cudaStreamSynchronize(z->compute));
 }
 
 // ------------------------------------------------------------------------------------------- what is known about it
@@ -531,8 +666,9 @@ static WireBytes zero_wire_bytes(const Zero* z)
     for (int u = 0; u < s->num_units; u++) {
         size_t count = s->units[u].range.count, slice = count / s->num_ranks;
         size_t num_reductions = unit_in_ring(&z->grad_buckets, u) ? z->num_micro_steps : 1;
-        if (z->stage == 0) bytes.gradients += comm_all_reduce_bytes(c, count, sizeof(float));
-        else bytes.gradients += num_reductions * comm_scatter_bytes(c, slice, sizeof(float));
+        size_t elem_bytes = dtype_bytes(z->storage.sent);
+        if (z->stage == 0) bytes.gradients += comm_all_reduce_bytes(c, count, elem_bytes);
+        else bytes.gradients += num_reductions * comm_scatter_bytes(c, slice, elem_bytes);
         if (z->stage > 0 && !unit_in_ring(&z->param_buckets, u))
             bytes.parameters += comm_scatter_bytes(c, slice, sizeof(floatX));
     }
@@ -540,26 +676,24 @@ static WireBytes zero_wire_bytes(const Zero* z)
     return bytes;
 }
 
-/* Sum over all elements of parameters (master where there is one) and moments, by tensor, the same for every R, stage
- * and layout if the values are. Synchronises. */
+/* Sum over all elements of parameters (master where there is one) and moments, by tensor, the same for every R, stage,
+ * layout and storage if the values are. Synchronises. */
 static unsigned long long zero_state_hash(Zero* z)
 {
     const Shard* shard = z->shard;
     zero_params_settle(z);
     CUDA_CHECK(cudaMemsetAsync(z->hash, 0, sizeof *z->hash, z->compute));
     for (int u = 0; u < shard->num_units; u++) {
-        Range slice = shard_slice(shard, u, z->comm->rank), owned = zero_owned(z, u);
+        Range slice = shard_slice(shard, u, z->comm->rank);
         for (int t = shard->units[u].first_tensor; t < shard->units[u].first_tensor + shard->units[u].num_tensors;
              t++) {
             Range part = tensor_part(&shard->tensors[t], slice);
             if (part.count == 0) continue;
-            size_t at = zero_state_first(z, u) + (part.first - owned.first);
             size_t logical = shard->tensors[t].logical_first + (part.first - shard->tensors[t].first);
-            const float* values[] = {z->master ? z->master + at : (const float*)zero_own_param(z, u, part.first),
-                                     zero_m_at(z, u, part.first), zero_v_at(z, u, part.first)};
-            for (int k = 0; k < 3; k++)
-                if (k == 0 || zero_has_moment(z, k - 1, &shard->tensors[t]))
-                    state_hash_accumulate(z->hash, values[k], part.count, k * shard->num_params + logical, z->compute);
+            for (StateKind kind : {STATE_WEIGHTS, STATE_M, STATE_V})
+                if (kind == STATE_WEIGHTS || zero_has_moment(z, kind - STATE_M, &shard->tensors[t]))
+                    state_hash_accumulate(z->hash, zero_state(z, kind, u, part.first), part.count,
+                                          kind * shard->num_params + logical, z->compute);
         }
     }
     comm_all_reduce(z->comm, z->hash, 1, ncclUint64, z->compute);
@@ -578,14 +712,14 @@ static unsigned long long zero_replica_hash(Zero* z)
     for (int u = 0; u < shard->num_units; u++) {
         Range range = shard->units[u].range;
         if (!unit_in_ring(&z->param_buckets, u))
-            state_hash_accumulate(z->hash, z->unit_params[u], range.count * sizeof(floatX) / 4, range.first,
+            state_hash_accumulate(z->hash, Values{z->unit_params[u], FLOATX_DTYPE, nullptr}, range.count, range.first,
                                   z->compute);
         if (zero_slices_states(z)) continue;
         if (z->moment1 != nullptr)
-            state_hash_accumulate(z->hash, z->moment1 + range.first, range.count, shard->num_elems + range.first,
-                                  z->compute);
+            state_hash_accumulate(z->hash, zero_state(z, STATE_M, u, range.first), range.count,
+                                  shard->num_elems + range.first, z->compute);
         if (z->moment2 != nullptr)
-            state_hash_accumulate(z->hash, z->moment2 + z->v_first[u], range.count - zero_v_gap(z, u, SIZE_MAX),
+            state_hash_accumulate(z->hash, zero_unit_v(z, u), range.count - zero_v_gap(z, u, SIZE_MAX),
                                   2 * shard->num_elems + range.first, z->compute);
     }
     unsigned long long h_hash;

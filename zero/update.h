@@ -24,7 +24,7 @@ static OptimizerRuns unit_runs(const Zero* z, int u, Range range, bool hidden_on
         if (part.count > 0)
             runs_extend(&runs, part.first + part.count - range.first, tensor->weight_decay, tensor->lr_factor,
                         lamb ? z->first_of_name[t] : -1, muon && tensor->hidden != hidden_ones,
-                        zero_v_gap(z, u, part.first));
+                        zero_v_gap(z, u, part.first), tensor->logical_first + range.first - tensor->first);
     }
     return runs;
 }
@@ -33,11 +33,11 @@ static OptimizerRuns unit_runs(const Zero* z, int u, Range range, bool hidden_on
 template <Rule rule> static void unit_update(Zero* z, int u, OptimizerConfig config, bool hidden_ones = false)
 {
     Range owned = zero_owned(z, u);
-    size_t at = zero_state_first(z, u);
     OptimizerRuns runs = unit_runs(z, u, owned, hidden_ones);
-    optimizer_update<rule>(zero_own_param(z, u, owned.first), z->master ? z->master + at : nullptr,
-                           z->moment1 ? z->moment1 + at : nullptr, z->moment2 ? z->moment2 + z->v_first[u] : nullptr,
-                           zero_reduced_grad(z, u, owned.first), &runs, config, z->lamb_sums, z->state, z->compute);
+    OptimizerArrays arrays = {zero_own_param(z, u, owned.first), zero_state(z, STATE_WEIGHTS, u, owned.first),
+                              zero_state(z, STATE_M, u, owned.first), zero_unit_v(z, u),
+                              zero_reduced_grad(z, u, owned.first)};
+    optimizer_update<rule>(arrays, &runs, config, z->lamb_sums, z->state, z->compute);
 }
 
 // ------------------------------------------------------------------------------------------------------------- LAMB
@@ -49,10 +49,9 @@ static void lamb_begin(Zero* z, OptimizerConfig config)
         unit_update<Rule::LAMB_STATES>(z, u, config);
         Range slice = shard_slice(s, u, z->comm->rank);
         OptimizerRuns runs = unit_runs(z, u, slice, false);
-        const float* master = z->master;
-        if (master != nullptr) master += zero_state_first(z, u) + (slice.first - zero_owned(z, u).first);
-        lamb_norms(z->lamb_sums, z->lamb_scratch, zero_own_param(z, u, slice.first), master,
-                   zero_m_at(z, u, slice.first), zero_v_at(z, u, slice.first), &runs, config.eps, z->compute);
+        lamb_norms(z->lamb_sums, z->lamb_scratch, zero_state(z, STATE_WEIGHTS, u, slice.first),
+                   zero_state(z, STATE_M, u, slice.first), zero_state(z, STATE_V, u, slice.first), &runs, config.eps,
+                   z->compute);
     }
     comm_all_reduce(z->comm, z->lamb_sums, 2 * (size_t)s->num_tensors, ncclFloat64, z->compute);
 }
@@ -112,6 +111,12 @@ static Range muon_part(const Zero* z, const Tensor* t, int rank)
 }
 static int muon_rank(const Zero* z, int idx) { return idx % z->shard->num_ranks; }
 
+/* With Muon gradients are kept in fp32: see storage_from_flags. */
+static float* muon_grad(const Zero* z, const Tensor* t, size_t flat)
+{
+    return (float*)zero_reduced_grad(z, t->unit, flat).at;
+}
+
 /* A tensor's matrix, or q, k and v one after another. */
 static void muon_tensor(Zero* z, const Tensor* t, float* values)
 {
@@ -133,13 +138,13 @@ static void muon_move(Zero* z, int idx, bool back)
         Range part = muon_part(z, t, i);
         if (part.count == 0 || i == owner || (rank != owner && rank != i)) continue;
         bool receives = (rank == owner) != back;
-        float* at = rank == owner ? m->whole + (part.first - t->first) : zero_reduced_grad(z, t->unit, part.first);
+        float* at = rank == owner ? m->whole + (part.first - t->first) : muon_grad(z, t, part.first);
         if (receives) comm_receive(z->comm, at, part.count, rank == owner ? i : owner, z->compute);
         else comm_send(z->comm, at, part.count, rank == owner ? i : owner, z->compute);
     }
     Range own = muon_part(z, t, rank);
     if (rank != owner || own.count == 0) return;
-    float *place = m->whole + (own.first - t->first), *grad = zero_reduced_grad(z, t->unit, own.first);
+    float *place = m->whole + (own.first - t->first), *grad = muon_grad(z, t, own.first);
     CUDA_CHECK(cudaMemcpyAsync(back ? grad : place, back ? place : grad, own.count * sizeof(float),
                                cudaMemcpyDeviceToDevice, z->compute));
 }
@@ -152,7 +157,7 @@ static void muon_begin(Zero* z, OptimizerConfig config)
     if (z->stage == 0 || z->comm->num_ranks == 1) {
         for (int i = 0; i < m->num_tensors; i++) {
             const Tensor* t = &z->shard->tensors[m->tensors[i]];
-            muon_tensor(z, t, zero_reduced_grad(z, t->unit, t->first));
+            muon_tensor(z, t, muon_grad(z, t, t->first));
         }
         return;
     }

@@ -10,35 +10,6 @@
 
 static const size_t MAX_FILE_BYTES = 5000000000;   // larger files are split
 
-// -------------------------------------------------------------------------------------------------- host <-> device
-/* fp32 host values, which are overwritten, into what this rank keeps of unit u from element `flat` on: the master, and
- * rounded the parameters. zero_params_loaded follows when all are there. */
-static void weights_from_host(Zero* z, int u, size_t flat, float* values, size_t count)
-{
-    if (z->master != nullptr) {
-        float* master = z->master + zero_state_first(z, u) + (flat - zero_owned(z, u).first);
-        CUDA_CHECK(cudaMemcpyAsync(master, values, count * sizeof(float), cudaMemcpyHostToDevice, z->compute));
-        CUDA_CHECK(cudaStreamSynchronize(z->compute));
-        for (size_t i = 0; i < count; i++) {   // in place: what is written is never ahead of what is read
-            floatX rounded;
-            store_f(&rounded, values[i]);
-            memcpy((char*)values + i * sizeof rounded, &rounded, sizeof rounded);
-        }
-    }
-    floatX* params = zero_own_param(z, u, flat);
-    CUDA_CHECK(cudaMemcpyAsync(params, values, count * sizeof(floatX), cudaMemcpyHostToDevice, z->compute));
-    CUDA_CHECK(cudaStreamSynchronize(z->compute));
-}
-
-/* The other way: fp32 values of what this rank keeps, count <= BOUNCE_ELEMS of them, into z->bounce. */
-static void weights_to_host(Zero* z, int u, size_t flat, size_t count)
-{
-    const float* master = z->master ? z->master + zero_state_first(z, u) + (flat - zero_owned(z, u).first) : nullptr;
-    const void* values = master ? (const void*)master : zero_own_param(z, u, flat);   // no master: floatX is float
-    CUDA_CHECK(cudaMemcpyAsync(z->bounce, values, count * sizeof(float), cudaMemcpyDeviceToHost, z->compute));
-    CUDA_CHECK(cudaStreamSynchronize(z->compute));
-}
-
 // ------------------------------------------------------------------------------------------------------------ read
 /* A tensor by HF name, with or without the leading `transformer.` or `model.`: files of the base model leave it out. */
 static const SafeTensor* find_weight(const SafeTensors* files, const char* name)
@@ -120,7 +91,7 @@ static size_t weights_read(Zero* z, const char* folder, bool tied, uint64_t* sum
             size_t first = tensor_file_place(t, part.first) + done;
             safetensors_read_f32(files, st, first, n, z->bounce);
             if (sums != nullptr) sums[tensor_first_piece(s, i)] += tensor_sum(z->bounce, first, n);
-            weights_from_host(z, t->unit, part.first + done, z->bounce, n);
+            zero_state_from_host(z, STATE_WEIGHTS, t->unit, part.first + done, n, z->bounce);
             done += n;
         }
     }
@@ -173,7 +144,7 @@ static void weights_write_slices(Zero* z, const SafeTensors* files)
         Range part = tensor_part(t, shard_slice(s, t->unit, z->comm->rank));
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
-            weights_to_host(z, t->unit, part.first + done, n);
+            zero_state_to_host(z, STATE_WEIGHTS, t->unit, part.first + done, n, z->bounce);
             safetensors_write_f32(files, st, tensor_file_place(t, part.first) + done, n, z->bounce);
             done += n;
         }

@@ -1,0 +1,159 @@
+/* attention_tests.h: the op tests of attention.cuh, at the end of which it is included. */
+#pragma once
+#include "optest.h"
+
+/* Plain attention, row by row, with the row's probabilities. p has room for T. */
+template<class R> static void attention_row_ref(R* p, R* lse, const R* q, const R* k, size_t ld, int i, int HS, R scale)
+{
+    R max = -INFINITY, sum = 0;
+    for (int j = 0; j <= i; j++) {
+        p[j] = 0;
+        for (int d = 0; d < HS; d++) p[j] += q[d] * k[j * ld + d];
+        p[j] *= scale;
+        if (p[j] > max) max = p[j];
+    }
+    for (int j = 0; j <= i; j++) sum += p[j] = std::exp(p[j] - max);
+    for (int j = 0; j <= i; j++) p[j] /= sum;
+    *lse = max + std::log(sum);
+}
+
+/* k of one score, as dropout.cuh's own reference has it. */
+static double attention_keep_ref(const Dropout& d, AttentionDims a, int b, int h, int i, int j)
+{
+    return dropout_keeps_ref(d, b, h, (uint32_t)i * a.T + j) ? (double)d.scale : 0;
+}
+
+template<class R> static void attention_forward_ref(R* out, R* lse, const R* qkv, AttentionDims a, Dropout drop)
+{
+    const size_t ld = attention_ld_qkv(a);
+    #pragma omp parallel for
+    for (int item = 0; item < a.B * a.NH; item++) {
+        const int b = item / a.NH, h = item % a.NH, kv_head = h / (a.NH / a.NKV);
+        const R *q = qkv + attention_q(a, b, h), *k = qkv + attention_k(a, b, kv_head);
+        const R* v = qkv + attention_v(a, b, kv_head);
+        R* p = (R*)op_alloc(a.T * sizeof(R));
+        for (int i = 0; i < a.T; i++) {
+            attention_row_ref(p, &lse[attention_l(a, b, h) + i], q + i * ld, k, ld, i, a.HS, (R)a.scale);
+            R* o = out + attention_o(a, b, h) + i * attention_ld_out(a);
+            for (int d = 0; d < a.HS; d++) {
+                o[d] = 0;
+                for (int j = 0; j <= i; j++) o[d] += p[j] * v[j * ld + d] * (R)attention_keep_ref(drop, a, b, h, i, j);
+            }
+        }
+        free(p);
+    }
+}
+
+/* As the op: from what the forward left in out and lse. */
+template<class R> static void attention_backward_ref(R* dqkv, const R* dout, const R* out, const R* lse, const R* qkv,
+                                                     AttentionDims a, Dropout drop)
+{
+    const size_t ld = attention_ld_qkv(a);
+    const R scale = a.scale;
+    memset(dqkv, 0, a.B * a.T * ld * sizeof(R));
+    #pragma omp parallel for
+    for (int b = 0; b < a.B; b++)
+        for (int h = 0; h < a.NH; h++)
+            for (int i = 0; i < a.T; i++) {
+                const int kv_head = h / (a.NH / a.NKV);
+                const size_t q = attention_q(a, b, h) + i * ld, k = attention_k(a, b, kv_head);
+                const size_t v = attention_v(a, b, kv_head);
+                const size_t o = attention_o(a, b, h) + i * attention_ld_out(a);
+                R delta = 0;
+                for (int d = 0; d < a.HS; d++) delta += dout[o + d] * out[o + d];
+                for (int j = 0; j <= i; j++) {
+                    R score = 0, dp = 0;
+                    for (int d = 0; d < a.HS; d++) score += qkv[q + d] * qkv[k + j * ld + d];
+                    for (int d = 0; d < a.HS; d++) dp += dout[o + d] * qkv[v + j * ld + d];
+                    const R p = std::exp(score * scale - lse[attention_l(a, b, h) + i]);
+                    const R keep = (R)attention_keep_ref(drop, a, b, h, i, j), ds = p * (keep * dp - delta) * scale;
+                    for (int d = 0; d < a.HS; d++) {
+                        dqkv[q + d] += ds * qkv[k + j * ld + d];
+                        dqkv[k + j * ld + d] += ds * qkv[q + d];
+                        dqkv[v + j * ld + d] += keep * p * dout[o + d];
+                    }
+                }
+            }
+}
+
+/* dims: B, T, NH, NKV, HS, percent that dropout drops */
+static Dropout attention_test_dropout(const OpRun* run)
+{
+    return run->dims[5] > 0 ? dropout_site(42, 1, 2, 77, run->dims[5] / 100.0) : dropout_site(42, 1, 2, 77, 0);
+}
+static AttentionDims attention_test_dims(const OpRun* run)
+{
+    const int* d = run->dims;
+    return attention_dims(d[0], d[1], d[2], d[3], d[4], 1.0f / sqrtf((float)d[4]));
+}
+
+static void attention_forward_test(OpRun* run)
+{
+    const AttentionDims a = attention_test_dims(run);
+    const Dropout drop = attention_test_dropout(run);
+    OpTensor<floatX> qkv = op_input<floatX>(run, "qkv", a.B * a.T * attention_ld_qkv(a), 0.0, 1.5);
+    OpTensor<floatX> out = op_output<floatX>(run, "out", a.B * a.T * attention_ld_out(a));
+    OpTensor<float> lse = op_output<float>(run, "lse", (size_t)a.B * a.NH * a.T);
+    float* scratch = op_scratch<float>(run, attention_scratch_elems(a.B, a.T, a.NH, a.HS));
+    OP_RUN(run, 0, 2.0 * a.B * a.NH * a.T * (a.T + 1) * a.HS,
+           attention_forward(out.dev, lse.dev, scratch, qkv.dev, a.B, a.T, a.NH, a.NKV, a.HS, a.scale, 0,
+                             drop));
+    attention_forward_ref(out.f64, lse.f64, qkv.f64, a, drop);
+    attention_forward_ref(out.f32, lse.f32, qkv.f32, a, drop);
+    op_check(run, out);
+    op_check(run, lse);
+}
+
+/* The double reference continues from out and lse in double; ours and the plain one from those rounded. */
+static void attention_backward_test(OpRun* run)
+{
+    const AttentionDims a = attention_test_dims(run);
+    const Dropout drop = attention_test_dropout(run);
+    OpTensor<floatX> qkv = op_input<floatX>(run, "qkv", a.B * a.T * attention_ld_qkv(a), 0.0, 1.5);
+    OpTensor<floatX> dout = op_input<floatX>(run, "dout", a.B * a.T * attention_ld_out(a), 0.0, 1.0);
+    OpTensor<floatX> dqkv = op_output<floatX>(run, "dqkv", qkv.n);
+    const size_t num_lse = (size_t)a.B * a.NH * a.T;
+    double *out64 = op_host(run, dout.n), *lse64 = op_host(run, num_lse);
+    memset(out64, 0, dout.n * sizeof(double)), memset(lse64, 0, num_lse * sizeof(double));
+    if (!run->bench) attention_forward_ref(out64, lse64, qkv.f64, a, drop);
+    floatX* h_out = (floatX*)op_alloc(dout.n * sizeof(floatX));
+    float *out32 = (float*)op_alloc(dout.n * sizeof(float)), *lse32 = (float*)op_alloc(num_lse * sizeof(float));
+    for (size_t i = 0; i < num_lse; i++) lse32[i] = (float)lse64[i];
+    for (size_t i = 0; i < dout.n; i++) {
+        store_f(&h_out[i], (float)out64[i]);
+        out32[i] = load_f(h_out[i]);
+    }
+    const floatX* out = (const floatX*)op_bytes(run, "out", OpKind::INPUT, h_out, dout.n * sizeof(floatX));
+    const float* lse = (const float*)op_bytes(run, "lse", OpKind::INPUT, lse32, num_lse * sizeof(float));
+    float* scratch = op_scratch<float>(run, attention_scratch_elems(a.B, a.T, a.NH, a.HS));
+    OP_RUN(run, 0, 5.0 * a.B * a.NH * a.T * (a.T + 1) * a.HS,
+           attention_backward(dqkv.dev, scratch, dout.dev, out, lse, qkv.dev, a.B, a.T, a.NH, a.NKV, a.HS, a.scale, 0,
+                              drop));
+    attention_backward_ref(dqkv.f64, dout.f64, out64, lse64, qkv.f64, a, drop);
+    attention_backward_ref(dqkv.f32, dout.f32, out32, lse32, qkv.f32, a, drop);
+    op_check(run, dqkv);
+    free(h_out);
+    free(out32);
+    free(lse32);
+    if (a.T > 100) return;
+    OP_CHECK_GRAD(run, dqkv, qkv, (attention_forward_ref(out64, lse64, qkv.f64, a, drop),
+                                  op_dot(out64, dout.f64, dout.n)));
+}
+
+#define ATTENTION_TEST(name, when, ...) {#name, name##_test, {__VA_ARGS__}, OpWhen::when}
+#define ATTENTION_TESTS(name) \
+    ATTENTION_TEST(name, ALWAYS, 1, 1, 1, 1, 1), ATTENTION_TEST(name, ALWAYS, 2, 7, 2, 2, 5), \
+    ATTENTION_TEST(name, ALWAYS, 1, 33, 3, 1, 16), ATTENTION_TEST(name, ALWAYS, 2, 64, 4, 2, 32), \
+    ATTENTION_TEST(name, ALWAYS, 1, 65, 1, 1, 64), ATTENTION_TEST(name, ALWAYS, 1, 100, 2, 1, 67), \
+    ATTENTION_TEST(name, ALWAYS, 1, 40, 1, 1, 128), ATTENTION_TEST(name, ALWAYS, 1, 37, 2, 1, 200), \
+    ATTENTION_TEST(name, ALWAYS, 1, 35, 1, 1, 256), ATTENTION_TEST(name, ALWAYS, 1, 2, 3, 1, 8), \
+    ATTENTION_TEST(name, ALWAYS, 1, 130, 2, 1, 56), ATTENTION_TEST(name, ALWAYS, 1, 129, 1, 1, 80), \
+    ATTENTION_TEST(name, ALWAYS, 1, 66, 2, 1, 136), ATTENTION_TEST(name, ALWAYS, 2, 70, 4, 2, 64, 20), \
+    ATTENTION_TEST(name, ALWAYS, 1, 45, 2, 1, 128, 50), ATTENTION_TEST(name, ALWAYS, 1, 37, 1, 1, 256, 10), \
+    ATTENTION_TEST(name, ALWAYS, 2, 33, 2, 1, 21, 10), ATTENTION_TEST(name, LARGE, 2, 257, 6, 3, 64), \
+    ATTENTION_TEST(name, LARGE, 1, 515, 4, 2, 128), ATTENTION_TEST(name, LARGE, 1, 300, 2, 1, 256), \
+    ATTENTION_TEST(name, LARGE, 1, 1024, 4, 4, 64), ATTENTION_TEST(name, LARGE, 1, 1600, 1, 1, 24), \
+    ATTENTION_TEST(name, BENCH, 4, 64, 12, 12, 64), ATTENTION_TEST(name, BENCH, 4, 256, 6, 6, 64), \
+    ATTENTION_TEST(name, BENCH, 1, 1024, 12, 12, 64), ATTENTION_TEST(name, BENCH, 1, 4096, 4, 2, 128)
+
+static const OpTest attention_tests[] = {ATTENTION_TESTS(attention_forward), ATTENTION_TESTS(attention_backward)};

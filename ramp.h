@@ -1,0 +1,28 @@
+/* ramp.h: sizes that grow during a run: the global batch by whole micro-steps (--batch-ramp), the tokens of a sequence
+ * that are used (--seq-ramp). Both are functions of the step alone, so that a resumed run has them too, and memory and
+ * wire are planned for the largest. A window of data counts as used whatever part of it is.
+ * source  batch: McCandlish et al. 2018, arXiv:1812.06162; sequence: Li et al. 2021, arXiv:2108.06084 */
+#pragma once
+#include "data/error.h"
+
+typedef struct Ramp { size_t from, steps; } Ramp;    // steps 0: none
+
+/* "FROM:STEPS"; FROM is a multiple of `unit`, at most `to`. */
+static Ramp ramp_parse(const char* flag, const char* text, size_t unit, size_t to)
+{
+    if (text[0] == 0) return Ramp{0, 0};
+    unsigned long long from, steps;
+    int end = 0;
+    if (sscanf(text, "%llu:%llu%n", &from, &steps, &end) != 2 || text[end] != 0 || strchr(text, '-') || steps == 0)
+        die_usage("%s %s: have FROM:STEPS, two whole numbers, the second at least 1", flag, text);
+    if (from == 0 || from % unit != 0 || from > to)
+        die_usage("%s %s: %llu is not a multiple of %zu from %zu to %zu, where the ramp ends", flag, text, from, unit,
+                  unit, to);
+    return Ramp{(size_t)from, (size_t)steps};
+}
+
+/* The size in step `step`, counted from 0: a straight line in whole units. */
+static size_t ramp_size(Ramp r, size_t step, size_t unit, size_t to)
+{
+    return step >= r.steps ? to : r.from + (to - r.from) / unit * step / r.steps * unit;
+}
