@@ -18,6 +18,7 @@ typedef struct DsConfig {
     cJSON* json;               // kept: flags point into its strings
     const char* key;           // being read
     int num_keys, num_refused;
+    char seq_ramp[64];         // of --seq-ramp
     JsonText said;             // a line per key: what became of it
     JsonText notes;            // what differs from DeepSpeed
     JsonText refused;
@@ -292,8 +293,25 @@ static bool ds_block_enabled(const cJSON* block) { return cJSON_IsTrue(json_get(
 
 static void ds_curriculum(DsConfig* c, const cJSON* value)
 {
-    if (!ds_block_enabled(value)) ds_say(c, "off");
-    else ds_refuse(c, "it is not there yet: set enabled to false");
+    const cJSON *kind = json_get(value, "curriculum_type"), *form = json_get(value, "schedule_type");
+    const cJSON* steps = ds_value(c, "curriculum_learning.schedule_config.total_curriculum_step");
+    const cJSON* unit = ds_value(c, "curriculum_learning.schedule_config.difficulty_step");
+    const double from = ds_number_or(c, "curriculum_learning.min_difficulty", 0);
+    const double to = ds_number_or(c, "curriculum_learning.max_difficulty", 0);
+    char text[64];
+    if (!ds_block_enabled(value)) {
+        ds_say(c, "off");
+    } else if (!cJSON_IsString(kind) || strcmp(kind->valuestring, "seqlen") != 0 || !cJSON_IsString(form) ||
+               strcmp(form->valuestring, "fixed_linear") != 0 || !cJSON_IsNumber(steps) || !cJSON_IsNumber(unit) ||
+               unit->valuedouble != 8 || from < 1 || to < from) {
+        ds_refuse(c, "have curriculum_type seqlen with min_difficulty, max_difficulty, schedule_type fixed_linear, "
+                  "total_curriculum_step and a difficulty_step of 8");
+    } else {
+        snprintf(text, sizeof text, "%.0f", to);
+        ds_set_from_key(c, "seq_len", text);
+        snprintf(c->seq_ramp, sizeof c->seq_ramp, "%.0f:%.0f", from, steps->valuedouble);
+        ds_set_from_key(c, "seq_ramp", c->seq_ramp);
+    }
 }
 
 static void ds_data_efficiency(DsConfig* c, const cJSON* value)

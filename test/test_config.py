@@ -215,6 +215,8 @@ def test_every_documented_key(folder):
     ({"wandb": {"enabled": True}}, "log.jsonl"),
     ({"elasticity": {"enabled": True}}, "any number of ranks"),
     ({"wall_clock_breakdown": True}, "--profile"),
+    ({"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", "schedule_type": "fixed_root"}},
+     "schedule_type fixed_linear"),
     ({"compression_training": {"weight_quantization": {}}}, "quantised"),
 ])
 def test_refused_by_name(folder, change, word):
@@ -274,3 +276,16 @@ def test_schedulers(folder, scheduler, want):
     for name, value in want.items():
         got = flags[name][0]
         assert got == value if isinstance(value, str) else float(got) == pytest.approx(value), name
+
+
+def test_curriculum(folder):
+    """A linear curriculum over the sequence length is --seq-ramp, in a binary that has it."""
+    config = {"curriculum_learning": {
+        "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 16, "max_difficulty": 64,
+        "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 100, "difficulty_step": 8}}}
+    if "--seq-ramp" in train_gpt("--help").out:
+        _, flags, _ = read(folder, config)
+        assert flags["seq-ramp"][0] == "16:100" and flags["seq-len"][0] == "64"
+    else:
+        run, _, _ = read(folder, config, ok=False)
+        assert "16:100 asks for --seq-ramp, which is not there yet" in run.complaint[0]
