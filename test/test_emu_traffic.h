@@ -156,8 +156,9 @@ static void traffic_elementwise(TrafficRun* run)
     float *sum = traffic_tensor<float>(run, TRAFFIC_NC), *term = traffic_tensor<float>(run, TRAFFIC_NC);
     TRAFFIC(run, "values_add", 12 * TRAFFIC_NC, values_add(values_of(sum), values_of(term), TRAFFIC_NC, nullptr));
     floatX* narrow = traffic_tensor<floatX>(run, TRAFFIC_NC);
+    float* wide = traffic_tensor<float>(run, TRAFFIC_NC);
     TRAFFIC(run, "values_convert", (4 + TRAFFIC_S) * TRAFFIC_NC,
-            values_convert(Values{narrow, FLOATX_DTYPE, nullptr}, values_of(sum), TRAFFIC_NC, nullptr));
+            values_convert(Values{narrow, FLOATX_DTYPE, nullptr}, values_of(wide), TRAFFIC_NC, nullptr));
     double* sums = traffic_tensor<double>(run, NUM_STEP_SUMS, Reuse::SMALL);
     float* losses = traffic_tensor<float>(run, 4096);
     int* targets = traffic_tensor<int>(run, 4096);
