@@ -305,7 +305,7 @@ static void test_tokenizer_refusals()
     CHECK(refuses("", "null", "", "has no pre_tokenizer"), "none");
     CHECK(refuses("", "{\"type\":\"Metaspace\"}", "", "SentencePiece"), "Metaspace");
     CHECK(refuses("", "{\"type\":\"Sequence\",\"pretokenizers\":[]}", "", "does not end with ByteLevel"), "empty");
-    CHECK(refuses("", BYTE_LEVEL, "\"normalizer\":{\"type\":\"NFC\"},", "normalizer \"NFC\""), "normalizer");
+    CHECK(refuses("", BYTE_LEVEL, "\"normalizer\":{\"type\":\"NFKC\"},", "normalizer \"NFKC\""), "normalizer");
     const char* split = "{\"type\":\"Sequence\",\"pretokenizers\":[{\"type\":\"Split\",\"pattern\":{\"Regex\":\"(\"},"
                         "\"behavior\":\"Isolated\"}," BYTE_LEVEL "]}";
     CHECK(refuses("", split, "", "cannot be used"), "pattern");
