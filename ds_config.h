@@ -151,6 +151,20 @@ static void ds_precision(DsConfig* c, const cJSON* value, const char* name)
 static void ds_fp16(DsConfig* c, const cJSON* value) { ds_precision(c, value, "fp16"); }
 static void ds_bf16(DsConfig* c, const cJSON* value) { ds_precision(c, value, "bf16"); }
 
+/* Two things in one key. Of gradients data_types.grad_accum_dtype, which comes later, has the last word. */
+static void ds_bf16_master(DsConfig* c, const cJSON* value)
+{
+    if (ds_is_off(value)) {
+        ds_say(c, "off");
+    } else if (!cJSON_IsTrue(value)) {
+        ds_refuse(c, "must be true or false");
+    } else {
+        ds_set_from_key(c, "master", "none");
+        ds_set_from_key(c, "grad_dtype", "bf16");
+        json_text_add(&c->notes, "  %s: weights are rounded at random\n", c->key);
+    }
+}
+
 /* The kind, and DeepSpeed's defaults for what its parameters leave out. */
 static void ds_optimizer(DsConfig* c, const cJSON* value)
 {
@@ -317,7 +331,8 @@ static void ds_curriculum(DsConfig* c, const cJSON* value)
 static void ds_data_efficiency(DsConfig* c, const cJSON* value)
 {
     if (!ds_block_enabled(value)) ds_say(c, "off");
-    else ds_refuse(c, "every window is seen once an epoch, whole: set enabled to false");
+    else ds_refuse(c, "neither sampling by difficulty nor random-LTD is there (curriculum_learning with seqlen is): "
+                   "set enabled to false");
 }
 
 #define FLAG(key, flag, note)      {key, DsKind::FLAG, flag, nullptr, note},
@@ -391,9 +406,10 @@ static void ds_apply(DsConfig* c, const DsKey* row, const cJSON* value)
     char buf[64];
     c->num_keys++;
     c->key = row->key;
-    bool of_precision = strncmp(row->key, "fp16.", 5) == 0 || strncmp(row->key, "bf16.", 5) == 0;
+    bool of_precision = (strncmp(row->key, "fp16.", 5) == 0 || strncmp(row->key, "bf16.", 5) == 0) &&
+                        strcmp(row->key + 5, "enabled") != 0;
     bool object = cJSON_IsObject(value);
-    if (of_precision && row->kind != DsKind::RULE && strncmp(row->key, c->flags->precision, 4) != 0) {
+    if (of_precision && strncmp(row->key, c->flags->precision, 4) != 0) {
         ds_say(c, "counts with -p %.4s alone", row->key);
     } else if (ds_is_auto(value) && row->kind != DsKind::ONLY) {
         ds_say(c, "auto: left to the command line");

@@ -29,10 +29,10 @@
     FLAG("fp16.consecutive_hysteresis",     "consecutive_hysteresis", "") \
     FLAG("fp16.min_loss_scale",             "min_loss_scale", "") \
     ONLY("fp16.fp16_master_weights_and_grads", "false", "fp16 keeps fp32 master weights") \
-    SAME("bf16.immediate_grad_update",      "a gradient is added to its fp32 sum as soon as it is there") \
+    SAME("bf16.immediate_grad_update",      "a gradient is added to its sum as soon as it is there") \
     SAME("bf16.check_grad_overflow",        "every precision is checked for Inf and NaN") \
-    FLAG("bf16.bf16_master_weights_and_grads", "master=none", "updates are rounded stochastically") \
-    FLAG("bf16.bf16_optimizer_states",      "state_dtype=bf16", "") \
+    RULE("bf16.bf16_master_weights_and_grads", ds_bf16_master, "") \
+    FLAG("bf16.bf16_optimizer_states",      "state_dtype=bf16", "moments are rounded at random") \
     FLAG("data_types.grad_accum_dtype",     "grad_dtype", "left out, DeepSpeed sums in the model's precision and this program in fp32") \
     ONLY("data_types.param_dtype",          "null", "-p says what parameters are stored in") \
     ONLY("data_types.buffer_dtype",         "null", "-p says it") \
@@ -71,8 +71,8 @@
     NEVER("optimizer.params.factor_min",    "of the 1-bit optimizers, which are not there") \
     NEVER("optimizer.params.factor_threshold", "of the 1-bit optimizers, which are not there") \
     FLAG("gradient_clipping",               "clip", "") \
-    SAME("prescale_gradients",              "gradients are summed in fp32 and scaled once") \
-    SAME("gradient_predivide_factor",       "gradients are summed in fp32 and scaled once") \
+    SAME("prescale_gradients",              "the backward divides by the tokens of the whole batch: sums over ranks do not grow") \
+    SAME("gradient_predivide_factor",       "the backward divides by the tokens of the whole batch") \
     ONLY("gradient_allreduce_op",           "mean", "a loss is a mean over tokens, and so is its gradient") \
     FLAG("communication_data_type",         "comm_dtype", "") \
     SAME("seq_parallel_communication_data_type", "a sequence is not split") \
@@ -143,8 +143,8 @@
     SAME("zero_optimization.enable_sanity_checks", "ranks compare their plans at the start") \
     SAME("zero_optimization.save_muon_momentum_buffer_in_memory", "a detail of DeepSpeed's code") \
     SAME("zero_optimization.leaf_module",   "a block is fetched as one") \
-    ONLY("zero_optimization.cpu_offload",   "false", "offload is not there yet: leave it out") \
-    ONLY("zero_optimization.cpu_offload_params", "false", "offload is not there yet: leave it out") \
+    ONLY("zero_optimization.cpu_offload",   "false", "parameters and optimizer states stay on the device") \
+    ONLY("zero_optimization.cpu_offload_params", "false", "parameters and optimizer states stay on the device") \
     SAME("zero_optimization.cpu_offload_use_pin_memory", "goes with cpu_offload") \
     NEVER("zero_optimization.legacy_stage1", "DeepSpeed refuses it as well") \
     NEVER("zero_optimization.zenflow",      "ZenFlow is not there") \
@@ -223,7 +223,7 @@
     SAME("checkpoint.writer",               "checkpoints are safetensors") \
     UNLESS_OFF("nebula",                    "checkpoints go to a folder") \
     NEVER("datastates_ckpt",                "checkpoints go to a folder") \
-    UNLESS_OFF("elasticity",                "the batch is what is given; a checkpoint is resumed by any number of ranks") \
+    UNLESS_OFF("elasticity",                "the batch is what is given; --resume auto --elastic keeps it on any number of ranks") \
     UNLESS_OFF("autotuning",                "--auto chooses stage, recomputation and micro-batch from the plan") \
     UNLESS_OFF("eigenvalue",                "it is not there") \
     UNLESS_OFF("progressive_layer_drop",    "no layer is left out") \

@@ -213,7 +213,11 @@ def test_every_documented_key(folder):
     ({"zero_optimization": {"zero_quantized_weights": True}}, "only false is"),
     ({"sparse_attention": {"mode": "fixed"}}, "attention is dense"),
     ({"wandb": {"enabled": True}}, "log.jsonl"),
-    ({"elasticity": {"enabled": True}}, "any number of ranks"),
+    ({"elasticity": {"enabled": True}}, "--elastic"),
+    ({"zero_optimization": {"cpu_offload": True}}, "stay on the device"),
+    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": "yes"}}, "true or false"),
+    ({"communication_data_type": "int8"}, "not one of grad|fp32|bf16|fp16"),
+    ({"data_efficiency": {"enabled": True}}, "random-LTD"),
     ({"wall_clock_breakdown": True}, "--profile"),
     ({"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", "schedule_type": "fixed_root"}},
      "schedule_type fixed_linear"),
@@ -279,13 +283,30 @@ def test_schedulers(folder, scheduler, want):
 
 
 def test_curriculum(folder):
-    """A linear curriculum over the sequence length is --seq-ramp, in a binary that has it."""
+    """A linear curriculum over the sequence length is --seq-ramp."""
     config = {"curriculum_learning": {
         "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 16, "max_difficulty": 64,
         "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 100, "difficulty_step": 8}}}
-    if "--seq-ramp" in train_gpt("--help").out:
-        _, flags, _ = read(folder, config)
-        assert flags["seq-ramp"][0] == "16:100" and flags["seq-len"][0] == "64"
-    else:
-        run, _, _ = read(folder, config, ok=False)
-        assert "16:100 asks for --seq-ramp, which is not there yet" in run.complaint[0]
+    _, flags, _ = read(folder, config)
+    assert flags["seq-ramp"][0] == "16:100" and flags["seq-len"][0] == "64"
+
+
+BF16 = {"enabled": True}
+
+
+@pytest.mark.parametrize("config,want", [
+    ({"bf16": {**BF16, "bf16_master_weights_and_grads": True}}, {"master": "none", "grad-dtype": "bf16"}),
+    ({"bf16": {**BF16, "bf16_master_weights_and_grads": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+     {"master": "none", "grad-dtype": "fp32"}),
+    ({"bf16": {**BF16, "bf16_optimizer_states": True}}, {"master": "fp32", "state-dtype": "bf16"}),
+    ({"bf16": {"enabled": False, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+     {"master": "fp32", "state-dtype": "fp32", "grad-dtype": "fp32"}),
+    ({"bf16": BF16, "data_types": {"grad_accum_dtype": "bf16"}}, {"grad-dtype": "bf16", "comm-dtype": "grad"}),
+    ({"bf16": BF16, "communication_data_type": "bf16"}, {"grad-dtype": "fp32", "comm-dtype": "bf16"}),
+    ({"fp16": {"enabled": True}, "communication_data_type": "fp32"}, {"comm-dtype": "fp32"}),
+    ({"activation_checkpointing": {"cpu_checkpointing": True}}, {"offload": "activations"}),
+])
+def test_storage(folder, config, want):
+    """What states, gradients and the wire are kept in, and what goes to host memory."""
+    _, flags, _ = read(folder, config)
+    assert {name: flags[name][0] for name in want} == want
