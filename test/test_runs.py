@@ -35,6 +35,7 @@ def test_wikitext103(tmp_path):
     run = script("scripts/run_gpt2_medium_wikitext103.sh", "--dry", "--out", tmp_path, "--", "-l", "1e-3")
     check(tmp_path, run, 2)
     assert "--lr=1e-3" in run.stdout and "--lr=5e-5" not in run.stdout      # what stands behind -- overrides
+    assert "dropout 0.1 of embeddings and branches, 0.1 of attention probabilities" in run.stdout
     before, after = weights(tmp_path / "model"), weights(tmp_path / "step_00000006")
     assert any((before[name] != after[name]).any() for name in before)
     three = re.findall(r"^  per .* ([\d.]+)$", run.stdout, re.M)
@@ -42,8 +43,10 @@ def test_wikitext103(tmp_path):
 
 
 def test_wikitext2_from_scratch(tmp_path):
-    run = script("scripts/run_gpt2_medium_wikitext2.sh", "--dry", "--from-scratch", "--out", tmp_path)
+    run = script("scripts/run_gpt2_medium_wikitext2.sh", "--dry", "--from-scratch", "--out", tmp_path, "--",
+                 "--dropout", "0")
     check(tmp_path, run, 1)
+    assert "--dropout=0 " in run.stdout and "dropout 0.1" not in run.stdout
     again = script("scripts/run_gpt2_medium_wikitext2.sh", "--dry", "--from-scratch", "--out", tmp_path)
     assert "resume" in again.stdout and "is there from before" in again.stdout
 
