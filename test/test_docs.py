@@ -35,7 +35,7 @@ while args:
     else:
         rest.append(word)
 names = {{word.partition("=")[0] for word in rest}}
-if not names & {{"--plan", "--report", "--print-config"}}:
+if not names & {{"--plan", "--report", "--print-config", "--repeat"}}:
     model = flags.get("model", "d3")
     if not os.path.isdir(model) and "step_" not in model:
         flags["model"] = "d2"
