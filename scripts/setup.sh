@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 PACKAGES="gcc g++ make openmpi-bin libopenmpi-dev libopenblas-openmp-dev libcjson-dev libpcre2-dev"
 PACKAGES="$PACKAGES bible-kjv python3 python3-venv"
 [ "${1:-}" != --tests ] || PACKAGES="$PACKAGES clang libclang-rt-dev"
-PYTHON_PACKAGES="numpy tokenizers matplotlib pytest"
+PYTHON_PACKAGES="numpy tokenizers matplotlib pytest pytest-xdist"
 
 say() { echo "setup: $*"; }
 die() { echo "setup: $*" >&2; exit 1; }
@@ -44,7 +44,7 @@ if [ ! -x .venv/bin/python ]; then
     say "making .venv"
     python3 -m venv .venv
 fi
-has_python_packages() { .venv/bin/python -c "import numpy, tokenizers, matplotlib, pytest" 2> /dev/null; }
+has_python_packages() { .venv/bin/python -c "import numpy, tokenizers, matplotlib, pytest, xdist" 2> /dev/null; }
 if ! has_python_packages; then
     say "installing $PYTHON_PACKAGES into .venv"
     # shellcheck disable=SC2086

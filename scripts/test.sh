@@ -129,7 +129,7 @@ if [ $full = 1 ]; then
     run mutations dev/mutate.py
 fi
 export TRAIN_GPT_FULL=$full
-run pytest .venv/bin/python -m pytest -q -p no:cacheprovider test
+run pytest .venv/bin/python -m pytest -q -p no:cacheprovider -n 2 --durations 40 test
 
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" = 0 ]

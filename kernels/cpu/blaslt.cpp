@@ -152,7 +152,7 @@ static void matmul_one(const Matmul* mm, int batch)
     float* out = mm->beta != 0 ? matrix_load(mm->c, &mm->c_layout, batch)
                                : (float*)malloc_checked(mm->m * mm->n * sizeof(float));
     if (mm->beta == 0) memset(out, 0, mm->m * mm->n * sizeof(float));
-    openblas_set_num_threads(1);   // the same bits on every run; asked anew, since OpenMP's number may have been changed
+    openblas_set_num_threads(1);   // for the same bits; each time, since it takes OpenMP's number when that changes
     cblas_sgemm(CblasColMajor, desc->trans_a ? CblasTrans : CblasNoTrans, desc->trans_b ? CblasTrans : CblasNoTrans,
                 (int)mm->m, (int)mm->n, (int)mm->k, mm->alpha, a, (int)mm->a_layout.rows, b, (int)mm->b_layout.rows,
                 mm->beta, out, (int)mm->m);
