@@ -165,9 +165,16 @@ HOSTDEV double lamb_ratio(const double* sums)
     return sums[0] > 0.0 && sums[1] > 0.0 ? fmin(fmax(sqrt(sums[0] / sums[1]), 0.01), 10.0) : 1.0;
 }
 
+/* What a step is divided by. 1 where v and eps are 0: there was no gradient, as in padding, and m is 0 too. */
+HOSTDEV float divisor(float root, float eps)
+{
+    const float sum = root + eps;
+    return sum == 0.0f ? 1.0f : sum;
+}
+
 HOSTDEV float lamb_direction(float p, float m, float v, float eps, float weight_decay)
 {
-    return m / (sqrtf(v) + eps) + weight_decay * p;
+    return m / divisor(sqrtf(v), eps) + weight_decay * p;
 }
 
 /* The whole rule, for every build: the new parameter. Decay and step are added before p is rounded, so that a decay far
@@ -194,12 +201,12 @@ template <Rule rule> HOSTDEV float optimizer_element(float p, float* grad, float
     }
     if constexpr (rule == Rule::ADAGRAD) {
         *v += g * g;
-        return p - f.step_size * g / (sqrtf(*v) + f.eps);
+        return p - f.step_size * g / divisor(sqrtf(*v), f.eps);
     }
     *m = f.beta1 * *m + (1.0f - f.beta1) * g;
     *v = f.beta2 * *v + (1.0f - f.beta2) * g * g;
     if constexpr (rule == Rule::LAMB_STATES) return p;
-    const float step = f.step_size * *m / (sqrtf(*v) * f.rsqrt_correction2 + f.eps);
+    const float step = f.step_size * *m / divisor(sqrtf(*v) * f.rsqrt_correction2, f.eps);
     return rule == Rule::ADAM ? p - step : p - (f.decay * p + step);
 }
 

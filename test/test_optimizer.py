@@ -225,6 +225,14 @@ def test_schedules(tmp_path, tiny, name):
         assert min(done.series("lr")) > 0
 
 
+@pytest.mark.parametrize("name", ["adamw", "adam", "lamb", "adagrad"])
+def test_no_eps(tmp_path, tiny, name):
+    """Where no gradient is, as in padding, nothing is divided by nothing."""
+    done = train_gpt(*tiny, "-n", 3, "--optimizer", name, "--eps", 0, out=tmp_path)
+    assert len(done.series("loss")) == 3 and all(map(math.isfinite, done.series("loss")))
+    assert done.series("skipped") == [0, 0, 0]
+
+
 @pytest.mark.parametrize("name", ["constant", "cosine", "warmup-log"])
 def test_resume_past_the_end(tmp_path, tiny, name):
     """Position from the checkpoint, shape from the flags."""
