@@ -417,8 +417,9 @@ static void drop(const Model* m, floatX* out, const floatX* inp, DropoutSite sit
 /* The gradient of what a branch added to the stream. */
 static const floatX* branch_gradient(const Model* m, DropoutSite site, int layer, int B, int T)
 {
-    if (!m->drops || m->dropout == 0) return m->dresidual;
-    drop(m, m->dbranch, m->dresidual, site, layer, B, T);
+    Dropout d = model_dropout(m, site, layer);
+    if (d.threshold == 0) return m->dresidual;
+    dropout(m->dbranch, m->dresidual, B, (size_t)T * m->config.C, d, m->zero->compute);
     return m->dbranch;
 }
 
