@@ -234,6 +234,7 @@ static void flag_unknown(const char* arg)
         die_usage("'%s' is not an option; options start with '-': did you forget the one before it? --help lists them",
                   arg);
     if (name[1] != '-') die_usage("unknown option '%s': --help lists the letters", arg);
+    if (name[2] == 0) die_usage("unknown option '%s': it has no name; --help lists all", name);
     die_usage("unknown option '%s': did you mean %s? --help lists all", name, best);
 }
 

@@ -13,6 +13,7 @@
  * Numbers are doubles in cJSON, so integers are exact up to 2^53 and larger ones are refused, never rounded.
  * Not handled: comments, NaN, strings with a NUL byte (cut there). */
 #pragma once
+#include <cctype>
 #include <cerrno>
 #include <cjson/cJSON.h>
 #include <climits>
@@ -98,6 +99,16 @@ static inline char* json_read_file(const char* path, size_t* length)
     return text;
 }
 
+/* The comma that stands before the bracket at `end`, where parsing stopped, or before the one it has just read; else
+ * null. */
+static inline const char* json_last_comma(const char* text, const char* end)
+{
+    const char* c = end > text && end[-1] == '}' ? end - 1 : end;
+    if (c == text || (*c != '}' && *c != ']')) return nullptr;
+    for (c--; c > text && isspace((unsigned char)*c); ) c--;
+    return *c == ',' ? c : nullptr;
+}
+
 static inline cJSON* json_parse(const char* text, size_t length, const char* file)
 {
     ENSURE(memchr(text, 0, length) == nullptr, "%s: holds a zero byte at byte %zu, JSON has none; the file is damaged",
@@ -106,11 +117,16 @@ static inline cJSON* json_parse(const char* text, size_t length, const char* fil
     cJSON* root = cJSON_ParseWithOpts(text, &end, 1);
     if (root != nullptr) return root;
     if (end == nullptr) end = text;
+    const char* comma = json_last_comma(text, end);
+    if (comma != nullptr) end = comma;
     size_t line = 1, column = 1;
     for (const char* c = text; c < end; c++) {
         line += *c == '\n';
         column = *c == '\n' ? 1 : column + 1;
     }
+    if (comma != nullptr)
+        die("%s: line %zu, column %zu: a comma after the last item, JSON has none there; take it out", file, line,
+            column);
     if (*end == 0) die("%s: line %zu, column %zu: the JSON ends too early; the file was cut short", file, line, column);
     die("%s: line %zu, column %zu: not valid JSON at \"%.*s\"; mend it there", file, line, column,
         (int)strcspn(end, "\n") < 24 ? (int)strcspn(end, "\n") : 24, end);

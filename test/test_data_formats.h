@@ -33,6 +33,9 @@ static void test_json()
     cJSON_Delete(again);
     CHECK(dies([] { parse("{\"a\": 1,\n \"b\": tru}"); }, "line 2, column 7: not valid JSON at \"tru}\""), "tru");
     CHECK(dies([] { parse("{\"a\": [1, 2"); }, "ends too early"), "cut");
+    CHECK(dies([] { parse("{\"a\": [1, 2, ]}"); }, "column 12: a comma after the last item"), "comma in a list");
+    CHECK(dies([] { parse("{\"a\": 1,\n}\n"); }, "line 1, column 8: a comma after"), "comma in an object");
+    CHECK(dies([] { parse("{\"a\": 1,"); }, "ends too early"), "cut behind a comma");
     CHECK(dies([] { parse(""); }, "ends too early"), "empty");
     CHECK(dies([] { parse("{} x"); }, "column 4"), "garbage after the end");
     CHECK(dies([] { json_parse("{}\0x", 4, "x.json"); }, "zero byte at byte 2"), "zero byte");
