@@ -1,7 +1,6 @@
 /* run_folder.cuh: what a run leaves behind and goes on from: OUT/run.json, log.jsonl, step_*, and the model's
  * config.json and tokenizer.json.
  *   save           at a step boundary: a checkpoint is begun       save_poll   at every later one: it gets further
- *   save_now       a checkpoint of this step, and waits until it is on the disk
  *   choose_resume  where --resume points                           resume      goes on from there
  *   record_start   OUT/run.json                                    log_start   the log's first line
  *   repeat_check   is this machine like that of the run to repeat? repeat_say  was it the same to the last bit? */
@@ -76,15 +75,6 @@ static void save(Run* run)
     state.num_good_steps = last->num_good_steps;
     state.hysteresis_left = last->hysteresis_left;
     saver_begin(&run->saver, &state);
-}
-
-/* This step is on the disk when it returns, unless it returns false. Needs -o. */
-static bool save_now(Run* run)
-{
-    const Saver* s = &run->saver;
-    if (s->state.step != run->step || s->failed) save(run);
-    save_poll(run, true);
-    return !s->failed;
 }
 
 static void save_start(Run* run)
