@@ -167,7 +167,7 @@ static void test_permutation()
 
 static LoaderConfig small_config(size_t B, size_t G, size_t R, size_t rank)
 {
-    LoaderConfig c = {"--data", B, 4, G, R, rank, 1000, 0, 7, true, false};
+    LoaderConfig c = {"--data", B, 4, G, R, rank, 1000, 0, 7, true, false, 0};
     return c;
 }
 
@@ -304,7 +304,7 @@ static void test_loader_whole_tail()         // validation: every token but each
 {
     TokenSet set = two_shards();
     for (size_t T = 1; T < 80; T += 6) {
-        LoaderConfig c = {"--val", 3, T, 1, 2, 0, 1000, 0, 0, false, true};
+        LoaderConfig c = {"--val", 3, T, 1, 2, 0, 1000, 0, 0, false, true, 0};
         int seen[1000] = {0};
         int* inputs = (int*)malloc_checked(6 * T * sizeof(int));
         int* targets = inputs + 3 * T;
@@ -444,7 +444,7 @@ static void resave_mode(const char* in, const char* out, size_t max_bytes)
 static void stream_mode(const char* path, bool raw, size_t T, size_t V)
 {
     TokenSet set = token_set_open(path, "train", raw);
-    LoaderConfig c = {"--data", 1, T, 1, 1, 0, V, 0, 0, false, true};
+    LoaderConfig c = {"--data", 1, T, 1, 1, 0, V, 0, 0, false, true, 0};
     Loader* l = loader_open(&c, &set);
     int* inputs = (int*)malloc_checked(2 * T * sizeof(int));
     int* targets = inputs + T;
