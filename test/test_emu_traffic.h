@@ -219,6 +219,22 @@ static void traffic_adamw(TrafficRun* run)
                                               nullptr));
 }
 
+/* Rules that keep one state, with the storage of this precision's default. */
+template <Rule rule> static void traffic_rule(TrafficRun* run, const char* name)
+{
+    const bool is_16bit = sizeof(floatX) < 4;
+    const size_t n = TRAFFIC_NC;
+    floatX* param = traffic_tensor<floatX>(run, n);
+    float* master = is_16bit ? traffic_tensor<float>(run, n) : nullptr;
+    float *m = traffic_tensor<float>(run, n), *v = traffic_tensor<float>(run, n), *grad = traffic_tensor<float>(run, n);
+    StepState* state = traffic_tensor<StepState>(run, 1, Reuse::SMALL);
+    OptimizerRuns runs = {};
+    runs_extend(&runs, n, 0.1f, 1.0f);
+    TRAFFIC(run, name, (is_16bit ? 22 : 20) * n,
+            optimizer_update<rule>(optimizer_arrays(param, master, m, v, grad), &runs, optimizer_test_config(1e-8f),
+                                   nullptr, state, nullptr));
+}
+
 /* Bank conflicts and sectors only: its cost is arithmetic. */
 static void traffic_attention(TrafficRun* run)
 {
@@ -247,6 +263,9 @@ static int traffic_main()
     traffic_elementwise(&run);
     traffic_classifier(&run);
     traffic_adamw(&run);
+    traffic_rule<Rule::SGD>(&run, "sgd");
+    traffic_rule<Rule::LION>(&run, "lion");
+    traffic_rule<Rule::ADAGRAD>(&run, "adagrad");
     traffic_attention(&run);
     printf("%d passed, %d failed\n", run.num_passed, run.num_failed);
     return run.num_failed != 0;
