@@ -129,7 +129,8 @@ static void choose_tokenizer(Run* run, const char* model_name)
 {
     const Flags* f = run->flags;
     if (f->tokenizer[0]) {
-        ENSURE(path_exists(f->tokenizer, "", run->tokenizer_path), "--tokenizer %s: no such file", f->tokenizer);
+        ENSURE(path_exists(f->tokenizer, "tokenizer.json", run->tokenizer_path) ||
+               path_exists(f->tokenizer, "", run->tokenizer_path), "--tokenizer %s: no such file", f->tokenizer);
     } else if (!path_exists(model_name, "tokenizer.json", run->tokenizer_path) &&
                !path_exists(f->data, "tokenizer.json", run->tokenizer_path)) {
         run->tokenizer_path[0] = 0;

@@ -3,6 +3,7 @@
  *   save           at a step boundary: a checkpoint is begun       save_poll   at every later one: it gets further
  *   choose_resume  where --resume points                           resume      goes on from there
  *   record_start   OUT/run.json                                    log_start   the log's first line
+ *   tokenizer_keep OUT/tokenizer.json
  *   repeat_check   is this machine like that of the run to repeat? repeat_say  was it the same to the last bit? */
 #pragma once
 #include "run.cuh"
@@ -112,7 +113,8 @@ static void choose_resume(Run* run, char (&path)[4096])
     if (run->comm.rank == 0) {
         bool found, passed_over = false;
         char why[1024];
-        while ((found = checkpoint_find(folder, path)) && automatic && !attempt(check_checkpoint, path, why)) {
+        while ((found = checkpoint_find(folder, path)) && !attempt(check_checkpoint, path, why)) {
+            if (!automatic) die("%s; --resume from the one before", why);
             set_aside(run, path, why);
             passed_over = true;
         }
@@ -145,6 +147,7 @@ static void resume(Run* run, char (&folder)[4096])
         if (run->comm.rank == 0) set_aside(run, folder, why);
         choose_resume(run, folder);
         ENSURE(folder[0], "--resume %s: every checkpoint there is damaged", run->flags->out);
+        choose_tokenizer(run, run->flags->model[0] ? run->flags->model : folder);
     }
     StepState device_state = step_state_init(run->config, first_loss_scale(run->flags));
     device_state.num_applied = state.num_applied;
@@ -209,6 +212,18 @@ static void record_start(Run* run, const char* version, const char* build, const
         write_small_files(f->out, run);
     }
     free(all);
+}
+
+/* A tokenizer in a checkpoint of this run, which --keep may remove, is copied into the run folder and read there. */
+static void tokenizer_keep(Run* run)
+{
+    char out[PATH_MAX], from[PATH_MAX], path[4096];
+    if (realpath(run->flags->out, out) == nullptr || realpath(run->tokenizer_path, from) == nullptr) return;
+    const size_t n = strlen(out);
+    if (strncmp(from, out, n) != 0 || strncmp(from + n, "/step_", 6) != 0) return;
+    path_exists(run->flags->out, "tokenizer.json", path);
+    if (run->comm.rank == 0) file_copy(path, from);
+    memcpy(run->tokenizer_path, path, sizeof path);
 }
 
 /* Before anything is allocated. */

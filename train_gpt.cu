@@ -574,6 +574,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
         save_start(run);
         log_start(run, VERSION, model_name);
         record_start(run, VERSION, VERSION_LINE, model_name);
+        tokenizer_keep(run);
         train(run);
         if (run->has_val && f->sample_tokens > 0 && run->ask != Ask::END && run->num_steps > 0) say_sample(run);
     }

@@ -294,6 +294,24 @@ def test_background_and_keep(tmp_path, device):
     assert checkpoints(run.folder) == [f"step_{step:08d}" for step in (4, 8, 10, 11)]
 
 
+def test_tokenizer_stays(tmp_path):
+    """Without -m it is that of the checkpoint, which may be set aside as damaged, or removed when it is not the newest
+    any more."""
+    args = flags(tmp_path, 2, "-b", 4, "--save-every", 1)
+    tokenizer = tmp_path / "data" / "tokenizer.json"
+    tokenizer.write_text('{"some": "tokenizer"}')
+    run = train_gpt(*args, out=tmp_path / "run")
+    tokenizer.unlink()
+    (run.folder / "tokenizer.json").unlink()
+    path = run.checkpoint(2) / "model.safetensors"
+    flip(path, path.stat().st_size - 1)
+    args = flags(tmp_path, 5, "-b", 4, "--save-every", 1, "--keep", 1)[3:]
+    run = train_gpt("--resume", "auto", *args, out=run.folder)
+    assert checkpoints(run.folder) == ["step_00000002.damaged", "step_00000005"]
+    for folder in (run.folder, run.checkpoint(5)):
+        assert (folder / "tokenizer.json").read_text() == '{"some": "tokenizer"}'
+
+
 def test_later_checkpoints_are_not_overwritten(tmp_path, saved):
     folder, whole = saved
     shutil.copytree(whole.folder, tmp_path / "run")
