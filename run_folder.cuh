@@ -193,7 +193,7 @@ static void record_start(Run* run, const char* version, const char* build, const
     if (f->out[0] && run->comm.rank == 0 && !path_exists(f->out, "run.json", path)) {
         time_t now = time(nullptr);
         strftime(started, sizeof started, "%Y-%m-%dT%H:%M:%SZ", gmtime(&now));
-        bool model_is_here = run->model.config.hf_text != nullptr && f->from_scratch;
+        bool is_preset = run->model.config.hf_text == nullptr, model_is_here = !is_preset && f->from_scratch;
         cJSON* j = json_new_object();
         json_add_string(j, "version", version);
         json_add_string(j, "build", build);
@@ -206,7 +206,7 @@ static void record_start(Run* run, const char* version, const char* build, const
         json_add_int(j, "train_tokens", (long long)run->train_set.num_toks);
         json_add_int(j, "val_tokens", (long long)run->val_set.num_toks);
         json_add_bool(j, "model_is_here", model_is_here);
-        record_arguments(j, f, model_name, model_is_here);
+        record_arguments(j, f, model_name, is_preset, model_is_here);
         json_write_file(path, j);
         cJSON_Delete(j);
         write_small_files(f->out, run);

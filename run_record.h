@@ -16,11 +16,13 @@ static bool flag_is_recorded(const Flags* f, int idx, bool model_is_here)
     if (idx == FLAG_out || idx == FLAG_config || idx == FLAG_repeat) return false;
     if (idx == FLAG_resume && strcmp(f->resume, "auto") == 0) return false;
     if (idx == FLAG_model) return !model_is_here;
+    if (flag_rows[idx].kind == SWITCH && !*(const bool*)((const char*)f + flag_rows[idx].offset)) return false;
     return f->given[idx] || idx == FLAG_data;
 }
 
-/* As one argument; a path that is there in full, since a repetition may start from elsewhere. */
-static void record_argument(JsonText* t, const Flags* f, int idx, const char* model_name)
+/* As one argument; a path that is there in full, since a repetition may start from elsewhere. A preset is none,
+ * whatever folders there are. */
+static void record_argument(JsonText* t, const Flags* f, int idx, const char* model_name, bool is_preset)
 {
     const FlagRow* row = &flag_rows[idx];
     char name[64], buf[64], full[PATH_MAX];
@@ -28,18 +30,19 @@ static void record_argument(JsonText* t, const Flags* f, int idx, const char* mo
     if (row->kind == SWITCH) return;
     const char* value = idx == FLAG_model ? model_name : flag_value(f, row, buf);
     if (row->kind == REAL) snprintf(buf, sizeof buf, "%.17g", *(const double*)((const char*)f + row->offset));
-    bool is_path = row->kind == TEXT && idx != FLAG_generate && idx != FLAG_stop && idx != FLAG_gpu;
+    bool is_path = idx == FLAG_data || idx == FLAG_val || idx == FLAG_resume || idx == FLAG_tokenizer ||
+                   (idx == FLAG_model && !is_preset);
     if (is_path && realpath(value, full) != nullptr) value = full;
     json_text_add(t, "=%s", value);
 }
 
-static void record_arguments(cJSON* j, const Flags* f, const char* model_name, bool model_is_here)
+static void record_arguments(cJSON* j, const Flags* f, const char* model_name, bool is_preset, bool model_is_here)
 {
     cJSON* list = json_add_array(j, "arguments");
     for (int idx = 0; idx < NUM_FLAGS; idx++) {
         if (!flag_is_recorded(f, idx, model_is_here)) continue;
         JsonText t = {};
-        record_argument(&t, f, idx, model_name);
+        record_argument(&t, f, idx, model_name, is_preset);
         cJSON_AddItemToArray(list, json_added(cJSON_CreateString(t.text), "arguments"));
         json_text_free(&t);
     }

@@ -294,6 +294,16 @@ def test_background_and_keep(tmp_path, device):
     assert checkpoints(run.folder) == [f"step_{step:08d}" for step in (4, 8, 10, 11)]
 
 
+def test_record_of_a_preset(tmp_path):
+    """A folder that is called like the preset is another model; one called like a level is no path."""
+    args = flags(tmp_path, 0)[3:]
+    for name in ("d2", "block"):
+        (tmp_path / name).mkdir()
+    run = train_gpt("-m", "d2", *args, "-t", 8, "-r", "block", out=tmp_path / "run", cwd=tmp_path)
+    arguments = json.loads((run.folder / "run.json").read_text())["arguments"]
+    assert "--model=d2" in arguments and "--recompute=block" in arguments
+
+
 def test_tokenizer_stays(tmp_path):
     """Without -m it is that of the checkpoint, which may be set aside as damaged, or removed when it is not the newest
     any more."""
@@ -324,7 +334,8 @@ def test_later_checkpoints_are_not_overwritten(tmp_path, saved):
 def test_repeat(tmp_path, device):
     """A run from its folder alone: moved, started from elsewhere, without the model's folder; the same bits."""
     config = tmp_path / "ds.json"
-    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}))
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2},
+                                  "optimizer": {"type": "SGD", "params": {"momentum": 0.9, "nesterov": False}}}))
     whole = train_gpt(*flags(tmp_path, 5, "--config", config), ranks=2, device=device, out=tmp_path / "run")
     losses, folder = whole.series("loss"), whole.folder.rename(tmp_path / "moved")
     record = json.loads((folder / "run.json").read_text())
