@@ -14,7 +14,7 @@
 static bool flag_is_recorded(const Flags* f, int idx, bool model_is_here)
 {
     if (idx == FLAG_out || idx == FLAG_config || idx == FLAG_repeat) return false;
-    if (idx == FLAG_resume && strcmp(f->resume, "auto") == 0) return false;
+    if ((idx == FLAG_resume || idx == FLAG_elastic) && strcmp(f->resume, "auto") == 0) return false;
     if (idx == FLAG_model) return !model_is_here;
     if (flag_rows[idx].kind == SWITCH && !*(const bool*)((const char*)f + flag_rows[idx].offset)) return false;
     return f->given[idx] || idx == FLAG_data;

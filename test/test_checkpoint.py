@@ -336,7 +336,8 @@ def test_repeat(tmp_path, device):
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2},
                                   "optimizer": {"type": "SGD", "params": {"momentum": 0.9, "nesterov": False}}}))
-    whole = train_gpt(*flags(tmp_path, 5, "--config", config), ranks=2, device=device, out=tmp_path / "run")
+    more = ["--config", config, "--resume", "auto", "--elastic"]         # the last three as supervise.sh gives them
+    whole = train_gpt(*flags(tmp_path, 5, *more), ranks=2, device=device, out=tmp_path / "run")
     losses, folder = whole.series("loss"), whole.folder.rename(tmp_path / "moved")
     record = json.loads((folder / "run.json").read_text())
     assert record["num_ranks"] == len(record["ranks"]) == 2 and record["version"] in whole.out
