@@ -465,8 +465,8 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     ENSURE(run->T <= context, "-t %d is longer than the model's context of %d positions: lower it", run->T, context);
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
-    batch_arithmetic(run, run->comm.num_ranks);
     if (f->elastic && resume_path[0]) batch_of_checkpoint(run, resume_path);
+    else batch_arithmetic(run, run->comm.num_ranks);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
     rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false, storage_from_flags(f)};

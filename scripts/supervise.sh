@@ -28,7 +28,7 @@ for word in "$@"; do
     case $previous:$word in
         -o:* | --out:*) out=$word ;;
         *:--out=*) out=${word#--out=} ;;
-        *:-o?*) out=${word#-o} ;;
+        *:-o?*) out=${word#-o} out=${out#=} ;;
     esac
     previous=$word
 done

@@ -230,6 +230,9 @@ def test_elastic(folder):
     four = train_gpt(*args, "--resume", run.checkpoint(2), "--elastic", ranks=4, ok=False, **ONE_THREAD)
     assert four.code == 1 and "the global batch of 6 sequences in" in four.complaint[0]
     assert "does not divide over 4 ranks; the most that it divides over below that is 3" in four.complaint[0]
+    two = train_gpt(*flags(folder, "--batch", 6, "-n", 3), "--resume", run.checkpoint(2), "--elastic", ranks=2,
+                    **ONE_THREAD)                                                        # -b 2 does not divide 3
+    assert "batch   6 sequences = 1 per micro-step x 3 micro-steps x 2 ranks" in two.out and "step 3/3" in two.out
 
 
 # ---- numbers that go wrong ---------------------------------------------------------------------------------------
