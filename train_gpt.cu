@@ -155,8 +155,8 @@ static void print_step(Run* run, const StepState* s, size_t step, int slot, doub
     const Flags* f = run->flags;
     run->mean_step_s = run->mean_step_s == 0 ? took_s : 0.9 * run->mean_step_s + 0.1 * took_s;
     double toks_per_s = s->num_toks / took_s;
-    double peak_share = run->device.peak_flops > 0 ? toks_per_s * model_flops_per_token(&run->model.config, run->T)
-                        / (run->device.peak_flops * run->comm.num_ranks) : 0;
+    double flops = toks_per_s * model_flops_per_token(&run->model.config, step_seq_len(run, step - 1));
+    double peak_share = run->device.peak_flops > 0 ? flops / (run->device.peak_flops * run->comm.num_ranks) : 0;
     log_begin(&run->log);
     log_int(&run->log, "step", (long long)step);
     log_real(&run->log, "loss", s->num_toks > 0 ? s->loss : NAN);
