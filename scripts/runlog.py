@@ -28,15 +28,12 @@ class RunLog:
             elif "step" in entry:                           # a resumed run repeats steps: the last one said counts
                 steps.setdefault(entry["step"], {}).update(entry)
         self.steps = [steps[step] for step in sorted(steps)]
-        batch_tokens, sum_tokens = self.tokens_per_step, 0
-        for step in self.steps:
-            sum_tokens = batch_tokens * step["step"] if batch_tokens else sum_tokens + step.get("tokens", 0)
+        tokens = sum_tokens = before = 0
+        for step in self.steps:                             # what is not in the log had as many as the step after it
+            tokens = step.get("tokens", tokens)
+            sum_tokens += tokens * (step["step"] - before)
+            before = step["step"]
             step["tokens_so_far"] = sum_tokens
-
-    @property
-    def tokens_per_step(self):
-        first = next((step["tokens"] for step in self.steps if step.get("tokens")), 0)
-        return first
 
     def series(self, key, x_key="step"):
         points = [(s[x_key], s[key]) for s in self.steps if s.get(key) is not None and x_key in s]

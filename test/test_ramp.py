@@ -3,6 +3,7 @@ import json
 
 import init
 import pytest
+from runlog import RunLog
 from util import gpt2_config, shard_write, train_gpt
 
 RAMP = ["--batch-ramp", "2:4", "--seq-ramp", "8:6"]                   # of 8 sequences and 32 tokens
@@ -29,6 +30,7 @@ def test_sizes(whole):
     assert whole.series("tokens") == [s * t for s, t in zip(SEQUENCES, TOKENS)]
     state = json.loads((whole.checkpoint(6) / "state.json").read_text())
     assert state["position_windows"] == sum(SEQUENCES[:6])
+    assert RunLog(whole.folder / "log.jsonl").steps[-1]["tokens_so_far"] == sum(whole.series("tokens"))
 
 
 @pytest.mark.parametrize("first", [3, 6])
