@@ -184,8 +184,9 @@ static void ds_optimizer(DsConfig* c, const cJSON* value)
         if (kind.beta1 != nullptr) ds_set_default(c, "beta1", kind.beta1);
         if (kind.beta2 != nullptr) ds_set_default(c, "beta2", kind.beta2);
         if (kind.eps != nullptr) ds_set_default(c, "eps", kind.eps);
-        if (strcmp(kind.ours, "sgd") == 0) ds_set_default(c, "momentum", "0");
-        if (strcmp(kind.ours, "muon") == 0) {
+        bool stands = strcmp(c->flags->optimizer, kind.ours) == 0;    // else the command line has another
+        if (stands && strcmp(kind.ours, "sgd") == 0) ds_set_default(c, "momentum", "0");
+        if (stands && strcmp(kind.ours, "muon") == 0) {
             char text[64];
             snprintf(text, sizeof text, "%.15g", ds_number_or(c, "optimizer.params.lr", 0.02));
             ds_set_default(c, "muon_lr", text);

@@ -171,6 +171,13 @@ def test_bf16_zero2_offload(folder):
     assert flags["batch"] == ("0", "default") and keys["train_batch_size"].startswith("auto")
 
 
+def test_optimizer_of_the_command_line(folder):
+    """DeepSpeed's default momentum is that of its own optimizer."""
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    assert read(folder, sgd)[1]["momentum"] == ("0", "DeepSpeed's default")
+    assert read(folder, sgd, "--optimizer", "adamw")[1]["momentum"] == ("-1", "default")
+
+
 def test_zero3_offload(folder):
     run, _, _ = read(folder, ZERO3_OFFLOAD, ok=False)
     assert "offload_optimizer.device" in run.complaint[0] and "offload_param.device" in run.complaint[0]
@@ -230,7 +237,8 @@ def test_refused_by_name(folder, change, word):
 
 
 @pytest.mark.parametrize("text,word", [("{", "cut short"), ('{"fp16": {}, "fp16": {}}', "twice"),
-                                       ("[]", "must be a JSON object"), ('{\n  "stage": 2,\n}', "line 3")])
+                                       ("[]", "must be a JSON object"),
+                                       ('{\n  "stage": 2,\n}', "line 2, column 13: a comma")])
 def test_a_file_that_is_no_config(folder, text, word):
     run, _, _ = read(folder, text, ok=False)
     assert run.code in (1, 2) and word in run.complaint[0]
