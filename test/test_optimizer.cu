@@ -148,6 +148,7 @@ int main(int argc, char** argv)
     config.num_visits = NUM_UNITS;
     Zero* z = &run->zero;
     zero_plan(z, &run->plan, shard, &run->comm, &config);
+    plan_add_bytes(&run->plan, "workspace of the matrix products", Place::DEVICE, matmul_workspace_bytes(), nullptr);
     plan_allocate(&run->plan);
     zero_start(z);
     load_params(z, params);
