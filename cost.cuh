@@ -289,15 +289,14 @@ static void cost_gradients(CostWalk* w)
 }
 
 // ------------------------------------------------------------------------------------------------- end of the step
-/* What a step of an element moves: weights read, and written with their copy for the model; moments both ways. */
-typedef struct UpdateBytes { double reads, weights, moment, grad; } UpdateBytes;
+/* What a step of an element moves: weights read, or written too with their copy for the model; a moment both ways. */
+typedef struct UpdateBytes { double reads, weights, moment; } UpdateBytes;
 
 static UpdateBytes update_bytes(Storage storage)
 {
     bool none = storage.master == FLOATX_DTYPE;
     double copy = none || storage.master == Dtype::SPLIT ? 0 : ELEM;
-    return UpdateBytes{none ? ELEM : 4, (none ? 2 * ELEM : 8) + copy, 2 * (double)dtype_bytes(storage.moments),
-                       (double)dtype_bytes(storage.grads)};
+    return UpdateBytes{none ? ELEM : 4, (none ? 2 * ELEM : 8) + copy, 2 * (double)dtype_bytes(storage.moments)};
 }
 
 /* The hidden matrices of Muon that are this rank's turn: all of them where it owns the gradients whole. */
@@ -315,8 +314,8 @@ static void cost_muon(CostWalk* w)
         cost_add(w, "muon_copy", 0, (4 + ELEM) * m * n);
         cost_add(w, "muon_copy", 0, (4 + ELEM) * m * n);
         w->times *= MUON_ITERATIONS;
-        cost_product(w, "matmul_forward", "muon", m, n, m, ELEM * (m * n + m * m));
-        cost_product(w, "matmul_forward", "muon", m, m, m, ELEM * 2 * m * m);
+        cost_product(w, "matmul_forward", "muon", m, n, m, ELEM * (2 * m * n + m * m));
+        cost_product(w, "matmul_forward", "muon", m, m, m, ELEM * 3 * m * m);
         cost_add(w, "muon_combine", 0, ELEM * 3 * m * m);
         cost_product(w, "matmul_forward", "muon", m, m, n, ELEM * (m * m + 2 * m * n));
     }
@@ -333,18 +332,21 @@ static void cost_update(CostWalk* w)
     double moments = b.moment * (z->optimizer->has_m + z->optimizer->has_v);
     w->part = Part::OPTIMIZER;
     w->times = 1;
+    if (lamb) cost_add(w, "cudaMemsetAsync", 0, 16.0 * z->shard->num_tensors);
     for (int u = 0; u < z->shard->num_units; u++) {
+        bool narrow = zero_slices_grads(z) || unit_folds(z, u);
+        double grad = (double)dtype_bytes(narrow ? z->storage.grads : Dtype::FP32);
         double count = (double)zero_owned(z, u).count, hidden = 0;
         double slice = (double)shard_slice(z->shard, u, z->comm->rank).count;
-        cost_add(w, "global_norm_accumulate", 0, b.grad * slice);
-        if (lamb) cost_add(w, "optimizer_update", 0, count * (b.grad + moments));
+        cost_add(w, "global_norm_accumulate", 0, grad * slice);
+        if (lamb) cost_add(w, "optimizer_update", 0, count * (grad + moments));
         if (lamb) cost_add(w, "lamb_norms", 0, slice * (b.reads + moments / 2));
         if (optimizer == Optimizer::MUON) hidden = (double)zero_v_gap(z, u, SIZE_MAX);
-        if (hidden > 0) cost_add(w, "optimizer_update", 0, hidden * (b.moment + 2 * b.grad));     // momentum
-        if (hidden > 0) cost_add(w, "optimizer_update", 0, hidden * (b.weights + b.grad));        // step
+        if (hidden > 0) cost_add(w, "optimizer_update", 0, hidden * (b.moment + 2 * grad));     // momentum
+        if (hidden > 0) cost_add(w, "optimizer_update", 0, hidden * (b.weights + grad));        // step
         if (count > hidden)
             cost_add(w, "optimizer_update", 0,
-                     (count - hidden) * (lamb ? b.weights + moments / 2 : b.weights + moments + b.grad));
+                     (count - hidden) * (lamb ? b.weights + moments / 2 : b.weights + moments + grad));
     }
     if (optimizer == Optimizer::MUON) cost_muon(w);
 }

