@@ -96,7 +96,8 @@ static void cost_norm_forward(CostWalk* w, bool adds)
 
 static void cost_norm_backward(CostWalk* w)
 {
-    cost_add(w, is_llama(w->m) ? "rmsnorm_backward" : "layernorm_backward", 0, ELEM * 4 * (double)w->N * w->m->config.C);
+    double bytes = ELEM * 4 * (double)w->N * w->m->config.C;
+    cost_add(w, is_llama(w->m) ? "rmsnorm_backward" : "layernorm_backward", 0, bytes);
 }
 
 static void cost_drop(CostWalk* w)

@@ -1,5 +1,5 @@
-/* fit.cuh: settings tried on paper: what they need, about how long a step takes (step_time.cuh), what to change when the
- * memory is too small. */
+/* fit.cuh: settings tried on paper: what they need, about how long a step takes (step_time.cuh), what to change when
+ * the memory is too small. */
 #pragma once
 #include "run.cuh"
 #include "step_time.cuh"

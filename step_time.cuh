@@ -72,7 +72,8 @@ static double cost_seconds(const Device* d, const Model* m, const Cost* c)
 static double wire_rate(const Device* d, int num_ranks)
 {
     if (d->row == nullptr) return 0;
-    return 1e9 * (num_ranks <= HOST_GPUS ? LINK_SHARE * d->link_gbps : NETWORK_SHARE * HOST_GPUS * d->row->network_gbps);
+    double network_gbps = NETWORK_SHARE * HOST_GPUS * d->row->network_gbps;
+    return 1e9 * (num_ranks <= HOST_GPUS ? LINK_SHARE * d->link_gbps : network_gbps);
 }
 
 static double wire_seconds(double rate, double bytes, double collectives)

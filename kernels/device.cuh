@@ -17,7 +17,7 @@
 #include "cpu/device.h"
 #endif
 
-/* A GPU: dense 16-bit tensor-core peak with fp32 accumulation, fp32 peak, memory's bandwidth, link and network adapter
+/* A GPU: dense 16-bit tensor-core peak with fp32 accumulation, fp32 peak, memory bandwidth, link and network adapter
  * in one direction, memory; what of the peak large products reach, and what attention by mma.sync does with long
  * sequences and heads of 64. The last two are others' measurements where docs/benchmarks.md names them, else guesses. */
 typedef struct {
