@@ -465,7 +465,10 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     ENSURE(run->T <= context, "-t %d is longer than the model's context of %d positions: lower it", run->T, context);
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
-    if (f->elastic && resume_path[0]) batch_of_checkpoint(run, resume_path);
+    char told[4096];
+    bool resumes = resume_path[0] != 0, began = f->out[0] && path_exists(f->out, "run.json", told);
+    if (f->elastic && resumes) path_exists(resume_path, "state.json", told);
+    if (f->elastic && (resumes || began)) batch_of_run(run, told);
     else batch_arithmetic(run, run->comm.num_ranks);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
     rates_apply(&run->model.shard, f);

@@ -185,12 +185,15 @@ static void comm_barrier_idle(const Comm* c)
     comm_idle(c, false);
 }
 
-static void comm_broadcast_host(const Comm* c, void* data, size_t size_bytes)
+/* data of rank `from` to all. */
+static void comm_broadcast_host(const Comm* c, void* data, size_t size_bytes, int from = 0)
 {
     if (c->num_ranks == 1) return;
 #ifndef NO_MPI
     ENSURE(size_bytes <= INT_MAX, "broadcast of %zu bytes in one piece", size_bytes);
-    MPI_CHECK(MPI_Bcast(data, (int)size_bytes, MPI_BYTE, 0, MPI_COMM_WORLD));
+    MPI_CHECK(MPI_Bcast(data, (int)size_bytes, MPI_BYTE, from, MPI_COMM_WORLD));
+#else
+    (void)data; (void)size_bytes; (void)from;
 #endif
 }
 
