@@ -7,7 +7,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <omp.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <time.h>

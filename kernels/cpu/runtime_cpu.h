@@ -146,12 +146,9 @@ cudaError_t cudaFreeHost(void* p) { return block_free(p, false); }
 cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t size, enum cudaMemcpyKind, cudaStream_t)
 {
     if (dst == src) return cudaSuccess;
-    #pragma omp parallel if (size >= 4 * MIB)
-    {
-        size_t own = page_round_up(size / (size_t)omp_get_num_threads() + 1);
-        size_t first = own * (size_t)omp_get_thread_num();
-        if (first < size) memcpy((char*)dst + first, (const char*)src + first, size_min(own, size - first));
-    }
+    #pragma omp parallel for if (size >= 4 * MIB)
+    for (size_t first = 0; first < size; first += MIB)
+        memcpy((char*)dst + first, (const char*)src + first, size_min(MIB, size - first));
     return cudaSuccess;
 }
 

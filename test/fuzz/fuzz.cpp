@@ -151,7 +151,11 @@ static void fuzz_choices(const char* text, size_t length)
     model.config.V = 256;
     model.T = T;
     Choices x = {&model, prompt_tokenizer, nullptr, nullptr, nullptr};
-    ChoiceItem item = choice_parse(text, length, "line");
+    char* line = (char*)malloc_checked(length + 1);      // as getline() gives it: a zero byte behind
+    memcpy(line, text, length);
+    line[length] = 0;
+    ChoiceItem item = choice_parse(line, length, "line");
+    free(line);
     for (const cJSON* ending = item.first; ending != nullptr; ending = ending->next)
         if (choice_row(tokens, targets, &x, item.context, ending->valuestring, "line") > T) abort();
     cJSON_Delete(item.json);
