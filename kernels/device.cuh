@@ -19,7 +19,7 @@
 
 /* A GPU: dense 16-bit tensor-core peak with fp32 accumulation, fp32 peak, memory bandwidth, link and network adapter
  * in one direction, memory; what of the peak large products reach, and what attention by mma.sync does with long
- * sequences and heads of 64. The last two are others' measurements where docs/benchmarks.md names them, else guesses. */
+ * sequences and heads of 64. The last two are others' measurements where docs/benchmarks.md names them */
 typedef struct {
     const char* name;
     double tensor16_tflops, fp32_tflops, memory_gbps, link_gbps, network_gbps, memory_gb;

@@ -7,7 +7,7 @@
 struct Request { uint64_t key; uint32_t block, lanes; uint64_t addr[32]; uint8_t bytes[32]; };
 struct Occurrence { uint64_t key; uint32_t block, count; };
 struct Counted { EmuTraffic traffic[4]; };           // of a place: 2*shared + write
-struct OpTraffic { const char* name; EmuTraffic traffic; uint32_t last_run; uint64_t num_runs; };  // of a kernel, a call
+struct OpTraffic { const char* name; EmuTraffic traffic; uint32_t last_run; uint64_t num_runs; };   // of a kernel
 struct DeviceAllocation { const char* p; size_t size_bytes; EmuTraffic traffic; };
 
 static Request* requests;
