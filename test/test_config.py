@@ -143,7 +143,7 @@ def test_zero2_fp16(folder):
         assert source not in ("default", "command line"), name
     assert flags["eps"] == ("1e-07", "command line") and flags["seed"] == ("42", "default")
     assert "command line stands" in keys["optimizer.params.eps"]
-    assert keys["wall_clock_breakdown"] == "off"
+    assert "the log has the time of each phase" in keys["wall_clock_breakdown"]
     assert flags["lr"][1] == "scheduler.params.warmup_max_lr"      # the scheduler's, as in DeepSpeed
 
 
