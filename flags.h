@@ -91,6 +91,9 @@
     F(SWITCH, auto_,          0,  false,     0, 0, "choose -z, -r, -b where not given: the fastest on paper that fits") \
     F(TEXT,   gpu,            0,  "",        0, 0, "with --plan: for this GPU (h100, a100, l4, rtx 4090 ...)") \
     F(INT,    ranks,          0,  0,         0, 1 << 20, "with --plan: for so many ranks") \
+    F(SWITCH, bench,          0,  false,     0, 0, "time -n steps on made-up tokens (20), and each operation against the device's ceilings, and stop") \
+    F(TEXT,   bench_json,     0,  "",        0, 0, "with --bench: every figure into this file") \
+    F(INT,    profile,        0,  0,         0, 1000, "trace of so many steps, after the first three, for ui.perfetto.dev: trace.json in -o, or here") \
     F(SWITCH, eval,           0,  false,     0, 0, "validate and stop") \
     F(TEXT,   choices,        0,  "",        0, 0, "answer this file of multiple choice (JSONL of ctx, endings, label: HellaSwag) and stop") \
     F(TEXT,   generate,       0,  "",        0, 0, "continue this text and stop") \
@@ -114,9 +117,7 @@
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
-    "tp pp sp offload-dir " \
-    "bench profile " \
-    "tune"
+    "tp pp sp offload-dir tune"
 
 #define VALUES_LATER "1bit-adam 01-adam 1bit-lamb onebitadam zerooneadam onebitlamb"
 

@@ -305,6 +305,7 @@ template <class P> static void layernorm_forward(floatX* out, float* mean, float
                                                  const P* weight, const P* bias, int N, int C, float eps,
                                                  cudaStream_t stream)
 {
+    OP(stream, 0, 2.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(layernorm_forward_cpu(out, mean, rstd, inp, weight, bias, N, C, eps));
 #ifndef DEVICE_CPU
     layernorm_forward_launch<false>(out, out, mean, rstd, inp, inp, weight, bias, N, C, eps, stream);
@@ -316,6 +317,7 @@ template <class P> static void residual_layernorm_forward(floatX* residual, floa
                                                           const P* bias, int N, int C, float eps,
                                                           cudaStream_t stream)
 {
+    OP(stream, 0, 4.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(residual_layernorm_forward_cpu(residual, out, mean, rstd, a, b, weight, bias, N, C, eps));
 #ifndef DEVICE_CPU
     layernorm_forward_launch<true>(residual, out, mean, rstd, a, b, weight, bias, N, C, eps, stream);
@@ -329,6 +331,7 @@ template <class P> static void layernorm_backward(floatX* dinp, float* dweight, 
                                                   const float* mean, const float* rstd, int N, int C,
                                                   cudaStream_t stream)
 {
+    OP(stream, 0, 4.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(layernorm_backward_cpu(dinp, dweight, dbias, scratch, dout, inp, weight, mean, rstd, N, C));
 #ifndef DEVICE_CPU
     layernorm_backward_launch(dinp, dweight, dbias, scratch, dout, inp, weight, mean, rstd, N, C, stream);

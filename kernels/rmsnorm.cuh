@@ -249,6 +249,7 @@ template <class P> static void rmsnorm_backward_launch(floatX* dinp, float* dwei
 template <class P> static void rmsnorm_forward(floatX* out, float* rstd, const floatX* inp, const P* weight, int N,
                                                int C, float eps, cudaStream_t stream)
 {
+    OP(stream, 0, 2.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(rmsnorm_forward_cpu(out, rstd, inp, weight, N, C, eps));
 #ifndef DEVICE_CPU
     rmsnorm_forward_launch<false>(out, out, rstd, inp, inp, weight, N, C, eps, stream);
@@ -259,6 +260,7 @@ template <class P> static void residual_rmsnorm_forward(floatX* residual, floatX
                                                         const floatX* b, const P* weight, int N, int C, float eps,
                                                         cudaStream_t stream)
 {
+    OP(stream, 0, 4.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(residual_rmsnorm_forward_cpu(residual, out, rstd, a, b, weight, N, C, eps));
 #ifndef DEVICE_CPU
     rmsnorm_forward_launch<true>(residual, out, rstd, a, b, weight, N, C, eps, stream);
@@ -271,6 +273,7 @@ template <class P> static void rmsnorm_backward(floatX* dinp, float* dweight, fl
                                                 const floatX* inp, const P* weight, const float* rstd, int N, int C,
                                                 cudaStream_t stream)
 {
+    OP(stream, 0, 4.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(rmsnorm_backward_cpu(dinp, dweight, scratch, dout, inp, weight, rstd, N, C));
 #ifndef DEVICE_CPU
     rmsnorm_backward_launch(dinp, dweight, scratch, dout, inp, weight, rstd, N, C, stream);
