@@ -105,6 +105,9 @@ static void print_start(Run* run, const char* model_name)
         run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
     if (run->comm.rank == 0) rates_print(f, stdout);
+    if (f->fp32_tensors[0])
+        SAY("fp32    %d tensors, %zu elements with their padding\n", run->model.shard.units[0].num_tensors,
+            run->model.shard.units[0].range.count);
     if (run->batch_ramp.steps > 0)
         SAY("ramp    global batch from %zu, over %zu steps\n", run->batch_ramp.from, run->batch_ramp.steps);
     if (run->seq_ramp.steps > 0)
@@ -489,7 +492,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->elastic && resumes) path_exists(resume_path, "state.json", told);
     if (f->elastic && (resumes || began)) batch_of_run(run, told);
     else batch_arithmetic(run, run->comm.num_ranks);
-    model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
+    model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks, f->fp32_tensors);
     rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false, storage_from_flags(f)};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
@@ -612,6 +615,8 @@ static void refuse_what_is_not_there(const Flags* f)
         for (FlagIdx idx : {FLAG_loss_scale, FLAG_initial_scale_power, FLAG_loss_scale_window, FLAG_hysteresis,
                             FLAG_min_loss_scale, FLAG_consecutive_hysteresis})
             if (f->given[idx]) die_usage("%s is for -p fp16: leave it out", flag_long_name(&flag_rows[idx], name));
+    if (f->fp32_tensors[0] && strcmp(f->precision, "fp32") == 0)
+        die_usage("--fp32-tensors is for -p bf16 and fp16: in fp32 all tensors are; leave it out");
     rates_refuse(f);
     bench_refuse(f);
     if (f->given[FLAG_gpu] && !f->plan) die_usage("--gpu goes with --plan; a run takes the GPU that is here");

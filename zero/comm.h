@@ -389,6 +389,7 @@ static void comm_reduce_in_order(Comm* c, Values out, Values inp, size_t n, bool
  * have another type, and may be added to; without, it is of inp's type and is written. */
 static void comm_reduce_scatter(Comm* c, Values out, Values inp, size_t n, bool adds, cudaStream_t stream)
 {
+    if (n == 0) return;
     if (c->num_ranks == 1) {
         if (out.at != inp.at) values_sum(out, inp, 1, n, adds, stream);
         return;
@@ -409,6 +410,7 @@ static void comm_reduce_scatter(Comm* c, Values out, Values inp, size_t n, bool 
 static void comm_all_gather(Comm* c, void* data, const void* own, size_t n, ncclDataType_t type, cudaStream_t stream)
 {
     size_t bytes = n * nccl_type_bytes(type);
+    if (n == 0) return;
     if (c->num_ranks == 1) {
         OP(stream, 0, data != own ? 2.0 * bytes : 0.0, n);
         if (data != own) CUDA_CHECK(cudaMemcpyAsync(data, own, bytes, cudaMemcpyDeviceToDevice, stream));
