@@ -5,7 +5,7 @@ One run saves at every 20th step. The 10 steps that a save falls into against th
 time and in CPU time of all threads: a machine that drifts matters little then, and one that others use matters less.
 And what the program counts itself: how long training waited, and the CPU time of the threads that save. What a save
 costs is set against 20 steps without one.
-    dev/bench_save.py [NUM_SAVES]      default 4: 99 steps, about 2 minutes on two quiet cores
+    dev/bench_save.py [NUM_SAVES]      default 4: 100 steps, about 2 minutes on two quiet cores
 """
 import os
 import pathlib
@@ -36,7 +36,7 @@ def step_times(folder, num_steps):
     times, counted = {}, []
     with subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            if line.startswith("step "):
+            if line.startswith("step "):     # printed when the next is done, but the last
                 times[int(line[5:].partition("/")[0])] = time.monotonic(), cpu_seconds(process.pid)
             elif line.startswith("saved"):
                 print(f"step {max(times)}: {line.strip()}", flush=True)
@@ -49,7 +49,7 @@ def main():
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
         folder = pathlib.Path(folder)
         util.shard_write(folder / "data" / "train_000000.bin", init.tokens(100000, 50257, 1), 50257)
-        times, counted = step_times(folder, 2 * WINDOW * num_saves + 2 * WINDOW - 1)
+        times, counted = step_times(folder, 2 * WINDOW * (num_saves + 1))
     for unit, name in enumerate(["wall time", "CPU time of all threads"]):
         costs, steps = [], []
         for save in range(2 * WINDOW, 2 * WINDOW * num_saves + 1, 2 * WINDOW):
