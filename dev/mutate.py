@@ -57,7 +57,8 @@ SWAPS = [
     (r"__syncthreads_(?:or|and|count)\((\w+)\)", r"(\1)", "barrier: no vote, no wait"),
     (r"cp_async_wait<(\w+)>\(\)", r"cp_async_wait<\1 + 1>()", "cp.async wait: for one group fewer"),
     (r"stream_wait\(([^,()]+), ([^,()]+), ", r"stream_wait(\2, \1, ", "stream wait: the other way round"),
-    (r"cudaStreamWaitEvent\(([^,]+)->compute, ", r"cudaStreamWaitEvent(\1->reduce, ", "stream wait: wrong stream"),
+    (r"cudaStreamWaitEvent\(z->compute, ", r"cudaStreamWaitEvent(z->reduce, ", "stream wait: wrong stream"),
+    (r"cudaStreamWaitEvent\(o->compute, ", r"cudaStreamWaitEvent(o->d2h, ", "stream wait: wrong stream"),
     (r"cudaEventRecord\(([^;]+), ([\w.>-]+)(?:\.|->)reduce\)", r"cudaEventRecord(\1, \2->compute)",
      "event record: wrong stream"),
 ]
