@@ -496,7 +496,6 @@ static void run_allocate(Run* run)
             fprintf(stderr, "need %.1f MiB, have %.1f MiB. Change\n", need_bytes / 1048576.0, have_bytes / 1048576.0);
             ladder_print(run, stderr, have_bytes);
         }
-        comm_barrier(&run->comm);
     }
     plan_allocate(&run->plan);
     zero_start(&run->zero);
