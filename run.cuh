@@ -68,6 +68,13 @@ static bool is_fp16(void) { return strcmp(FLOATX_NAME, "fp16") == 0; }
 #define SAY(...) do { if (run->comm.rank == 0) { printf(__VA_ARGS__); fflush(stdout); } } while (0)
 
 // ---------------------------------------------------------------------------------------------------------- set-up
+static bool path_exists(const char* folder, const char* name, char (&path)[4096])
+{
+    int n = snprintf(path, sizeof path, "%s%s%s", folder, name[0] ? "/" : "", name);
+    ENSURE(n < (int)sizeof path, "%s: the name is too long", folder);
+    return access(path, R_OK) == 0;
+}
+
 /* Any two of {global batch, B, G} give the third (SEMANTICS: batch arithmetic). */
 static void batch_arithmetic(Run* run, int num_ranks)
 {
@@ -87,29 +94,29 @@ static void batch_arithmetic(Run* run, int num_ranks)
     run->global_batch = (size_t)(B * G * R);
 }
 
-/* --elastic: the checkpoint's global batch on the ranks that are here: the largest micro-batch up to -b that divides a
- * rank's share, and the micro-steps that it takes. */
-static void batch_of_checkpoint(Run* run, const char* folder)
+/* --elastic: the global batch of the run, from a checkpoint's state.json or from run.json, on the ranks that are here:
+ * the largest micro-batch up to -b that divides a rank's share, also of what --batch-ramp begins with, and the
+ * micro-steps that it takes. */
+static void batch_of_run(Run* run, const char* path)
 {
     const Flags* f = run->flags;
-    size_t R = (size_t)run->comm.num_ranks, batch = checkpoint_global_batch(folder), fits = R;
+    cJSON* j = json_parse_file(path);
+    size_t R = (size_t)run->comm.num_ranks, fits = R, from = 0;
+    size_t batch = (size_t)json_int(j, "global_batch", 1, 1 << 30, path);
+    cJSON_Delete(j);
+    char ramp[80] = "";
+    if (sscanf(f->batch_ramp, "%zu", &from) == 1)
+        snprintf(ramp, sizeof ramp, ", or of %zu where --batch-ramp begins,", from);
     ENSURE(!f->given[FLAG_batch] || (size_t)f->batch == batch, "--elastic keeps the global batch of %zu sequences in "
-           "%s, --batch is %lld: leave it out", batch, folder, (long long)f->batch);
-    while (batch % fits != 0) fits--;
-    ENSURE(fits == R, "--elastic: the global batch of %zu sequences in %s does not divide over %zu ranks; the most "
-           "that it divides over below that is %zu: start those", batch, folder, R, fits);
+           "%s, --batch is %lld: leave it out", batch, path, (long long)f->batch);
+    while (batch % fits != 0 || from % fits != 0) fits--;
+    ENSURE(fits == R, "--elastic: the global batch of %zu sequences in %s%s does not divide over %zu ranks; the most "
+           "that it divides over below that is %zu: start those", batch, path, ramp, R, fits);
     size_t share = batch / R, B = (size_t)f->micro_batch < share ? (size_t)f->micro_batch : share;
-    while (share % B != 0) B--;
+    while (share % B != 0 || from / R % B != 0) B--;
     run->B = (int)B;
     run->G = (int)(share / B);
     run->global_batch = batch;
-}
-
-static bool path_exists(const char* folder, const char* name, char (&path)[4096])
-{
-    int n = snprintf(path, sizeof path, "%s%s%s", folder, name[0] ? "/" : "", name);
-    ENSURE(n < (int)sizeof path, "%s: the name is too long", folder);
-    return access(path, R_OK) == 0;
 }
 
 /* The model is a preset, or a folder with config.json. */
@@ -309,6 +316,21 @@ static Storage storage_from_flags(const Flags* f)
     return Storage{dtype_find(f->master), dtype_find(f->state_dtype), grads, sent};
 }
 
+static double attention_dropout(const Flags* f) { return f->attn_dropout < 0 ? f->dropout : f->attn_dropout; }
+
+/* The elements of a mask are numbered with 32 bits: T x T of a head, T x C of a sequence. */
+static void dropout_refuse(const Run* run)
+{
+    const Flags* f = run->flags;
+    size_t T = (size_t)run->T, C = (size_t)run->model.config.C;
+    if (attention_dropout(f) > 0 && T > 65536)
+        die_usage("-t %zu with dropout of attention probabilities: its masks reach to 65536 tokens: give "
+                  "--attn-dropout 0", T);
+    if (f->dropout > 0 && T * C > UINT32_MAX)
+        die_usage("-t %zu x %zu channels with --dropout: a sequence has at most %u elements: lower -t", T, C,
+                  UINT32_MAX);
+}
+
 /* Plans memory: everything the run will hold with its setting. */
 static void plan_run(Run* run, bool training)
 {
@@ -319,7 +341,7 @@ static void plan_run(Run* run, bool training)
     m->recompute = s->recompute;
     m->segment_layers = s->segment_layers;
     m->dropout = f->dropout;
-    m->attention_dropout = f->attn_dropout < 0 ? f->dropout : f->attn_dropout;
+    m->attention_dropout = attention_dropout(f);
     m->seed = (unsigned long long)f->seed;
     m->offloads = s->offloads && training;
     m->walks_vocab = s->stage == 3 && m->config.num_pieces > 1;

@@ -54,11 +54,14 @@ static void print_estimate(const Run* run)
     if (run->comm.rank != 0) return;
     const Setting* s = &run->setting;
     Estimate e = setting_estimate(run, *s);
-    double flops = model_flops_per_token(&run->model.config, run->T) * s->B * s->G * run->T;
-    if (run->device.peak_flops > 0)
-        printf("time    %.3g Gflop per step and rank: about %.3g s at half of the peak, %.3g s on the wire, "
-               "%.3g tok/s\n", flops * 1e-9, e.compute_s, e.wire_s, run->global_batch * run->T / e.step_s);
+    printf("time    %.4g Gflop per step and rank", costs_sum(&e.costs, nullptr).flops * 1e-9);
+    if (e.step_s > 0)
+        printf(": on paper %.3g s (forward %.3g, backward %.3g, update %.3g, waiting for the wire %.3g), %.4g tok/s",
+               e.step_s, e.time.forward_s, e.time.backward_s, e.time.update_s, e.time.exposed_s,
+               run->global_batch * run->T / e.step_s);
+    printf("\n");
     if (!run->flags->plan) return;
+    costs_print(&run->device, &run->model, &e.costs, stdout);
     size_t have_bytes = device_free_bytes(run);
     recompute_print(run, stdout, have_bytes);
     if (e.device_bytes <= have_bytes) {
@@ -463,16 +466,22 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     int context = run->model.config.context;
     run->T = f->seq_len > 0 ? (int)f->seq_len : context < 1024 ? context : 1024;
     ENSURE(run->T <= context, "-t %d is longer than the model's context of %d positions: lower it", run->T, context);
+    dropout_refuse(run);
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
+    if (f->plan || f->auto_) device_measure_memory(&run->device);
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
-    if (f->elastic && resume_path[0]) batch_of_checkpoint(run, resume_path);
+    char told[4096];
+    bool resumes = resume_path[0] != 0, began = f->out[0] && path_exists(f->out, "run.json", told);
+    if (f->elastic && resumes) path_exists(resume_path, "state.json", told);
+    if (f->elastic && (resumes || began)) batch_of_run(run, told);
     else batch_arithmetic(run, run->comm.num_ranks);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
     rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false, storage_from_flags(f)};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
     run->setting.offloads = strcmp(f->offload, "activations") == 0;
-    if (run->setting.offloads && run->setting.recompute != Recompute::BLOCKS && !f->auto_)
+    if (run->setting.offloads && run->setting.recompute != Recompute::BLOCKS &&
+        (!f->auto_ || f->given[FLAG_recompute]))
         die_usage("--offload activations moves the inputs that -r block or -r K keeps: give one of them");
     if (f->auto_) setting_choose(run, device_free_bytes(run));
     run->batch_ramp = ramp_parse("--batch-ramp", f->batch_ramp, (size_t)run->B * run->comm.num_ranks,
