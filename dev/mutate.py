@@ -343,7 +343,7 @@ def prepare_data():
     (WORK / "wide" / "config.json").write_text(json.dumps(config))
     lines = [{"ctx": "abc", "endings": ["de", "xyz"], "label": 0}, {"ctx": "Q", "endings": ["1", "2"], "label": 1}]
     (WORK / "choices.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    lines = [{"ctx": "abcdef", "endings": ["ghijk"] * 40, "label": 0}, lines[1]] * 40    # all the work is rank 0's
+    lines = [{"ctx": "abcdef", "endings": ["ghijk"] * 32, "label": 0}, lines[1]] * 50    # all the work is rank 0's
     (WORK / "uneven.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     lines = [{"ids": [1, 6, 31]}, {"ids": [2]}, {"ids": [3, 16], "temperature": 1.0}]
     (WORK / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -221,7 +221,7 @@ template <Rule rule> static void traffic_rule(TrafficRun* run, const char* name,
     const bool is_16bit = sizeof(floatX) < 4, is_bf16 = FLOATX_DTYPE == Dtype::BF16;
     const size_t n = TRAFFIC_NC;
     OptimizerRuns runs = {};
-    runs_extend(&runs, n, 0.1f, 1.0f);
+    runs_extend(&runs, n, 0.1f, 1.0f, 0);
     for (const char* storage : {"", ", small", ", split"}) {       // default, all in 16 bits that can be, split master
         const bool small = strcmp(storage, ", small") == 0, split = strcmp(storage, ", split") == 0;
         if (split && !is_bf16) continue;
@@ -258,7 +258,7 @@ static void traffic_optimizers(TrafficRun* run)
     traffic_rule<Rule::MUON_MOMENTUM>(run, "muon, momentum", false, 2, 2);
     traffic_rule<Rule::MUON_STEP>(run, "muon, step", true, 0, 1);
     OptimizerRuns runs = {};
-    runs_extend(&runs, 4 * TRAFFIC_NC, 0.1f, 1.0f);
+    runs_extend(&runs, 4 * TRAFFIC_NC, 0.1f, 1.0f, 0);
     const Values p = values_of(traffic_tensor<float>(run, 4 * TRAFFIC_NC));
     const Values m = values_of(traffic_tensor<float>(run, 4 * TRAFFIC_NC));
     const Values v = values_of(traffic_tensor<float>(run, 4 * TRAFFIC_NC));
