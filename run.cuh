@@ -19,7 +19,7 @@
 #define DEFAULT_MODEL "d3"   // what scripts/quickstart.sh trains
 #endif
 
-enum { STEPS_IN_FLIGHT = 2 };      // the host enqueues step s + 1 before it reads the result of step s
+enum { STEPS_IN_FLIGHT = PROFILE_SLOTS };   // 2: the host enqueues step s + 1 before it reads the result of step s
 
 /* What may be traded for memory. */
 typedef struct Setting {
@@ -54,13 +54,14 @@ typedef struct Run {
     RunLog log;
     int *h_tokens[2], *h_targets[2];   // (B,T) pinned, one read while the other is copied
     cudaEvent_t batch_copied[2];
-    cudaEvent_t step_begun[STEPS_IN_FLIGHT], step_ended[STEPS_IN_FLIGHT];   // on the compute stream, timed
     size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
     Ask ask;                       // what the ranks have agreed that a signal asks for
     bool val_due;                  // the validation of this step was cut short by it
     bool seen_skip;                // the newest result seen is a skipped step: see each before the next is begun
     double mean_step_s;
     bool on_terminal, bar_drawn;
+    FILE* trace;                   // of --profile, on rank 0, until it is written
+    char trace_path[4096];
 } Run;
 
 static bool is_fp16(void) { return strcmp(FLOATX_NAME, "fp16") == 0; }
@@ -348,9 +349,9 @@ static void plan_run(Run* run, bool training)
     model_visits(m);
     bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
     model_resident(m, resident);
-    ZeroConfig zero = {s->stage, resident, s->G, training, s->storage, optimizer_find(f->optimizer), f->overlap != 0,
-                       strcmp(f->reduce, "step") == 0, f->deterministic,
-                       (size_t)f->persist_below, m->visits, m->num_visits,
+    ZeroConfig zero = {s->stage, resident, s->G, training, s->storage, optimizer_find(f->optimizer),
+                       model_rounds_fp32(&m->shard, &m->config), f->overlap != 0, strcmp(f->reduce, "step") == 0,
+                       f->deterministic, (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
     if (training && f->out[0]) saver_plan(&run->saver, &run->zero, &run->plan);
@@ -387,6 +388,16 @@ static size_t device_free_bytes(const Run* run)
     size_t free_bytes, total_bytes;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
     return run->flags->plan ? free_bytes : (size_t)-comm_max_host(&run->comm, -(double)free_bytes);
+}
+
+/* "forward_ms": and so on, of the phases that this step has. */
+static void log_phases(RunLog* log, const double (&ms)[NUM_PHASES])
+{
+    for (int i = 0; i < NUM_PHASES; i++) {
+        char key[32];
+        snprintf(key, sizeof key, "%s_ms", phase_names[i]);
+        if (ms[i] > 0) log_real(log, key, ms[i]);
+    }
 }
 
 /* "memory": {"device": {label: MiB, ...}, "host": {...}}: the plan, per rank. */
