@@ -2,6 +2,7 @@
  * small. The estimate is that of a roof: matrix products at half of the peak, the optimizer at the memory's bandwidth,
  * collectives at the link's; with overlap the longer of compute and wire counts. It ranks settings, no more. */
 #pragma once
+#include "kernels/cpu/isa.h"
 #include "run.cuh"
 
 typedef struct Estimate { size_t device_bytes, wire_bytes; double compute_s, wire_s, copy_s, step_s; } Estimate;
@@ -65,7 +66,7 @@ static Estimate setting_estimate(const Run* run, Setting s)
 }
 
 /* Bytes on the device in bf16, from the object of that precision if it is in this binary. */
-__attribute__((weak)) size_t device_bytes_bf16(const Run* run, Setting s);
+__attribute__((weak)) size_t ISA_NAME(device_bytes_bf16)(const Run* run, Setting s);
 
 /* The next lower micro-batch that keeps the global batch. */
 static bool lower_micro_batch(Setting* s)
@@ -121,8 +122,8 @@ static bool rung_next(const Run* run, Setting* s)
 static void ladder_print(const Run* run, FILE* f, size_t have_bytes)
 {
     Setting s = run->setting;
-    if (sizeof(floatX) == 4 && device_bytes_bf16 != nullptr) {
-        size_t bytes = device_bytes_bf16(run, s);
+    if (sizeof(floatX) == 4 && ISA_NAME(device_bytes_bf16) != nullptr) {
+        size_t bytes = ISA_NAME(device_bytes_bf16)(run, s);
         fprintf(f, "  -p bf16                      %12.1f MiB  %s\n", bytes / 1048576.0,
                 bytes <= have_bytes ? "fits" : "");
     } else if (sizeof(floatX) == 4) {
