@@ -249,6 +249,8 @@ static double flag_number(const FlagRow* row, const char* shown, const char* tex
         die_usage("%s needs a whole number, not '%s'", shown, text);
     if (x < row->low || x > row->high)
         die_usage("%s %s is out of range: %.10g to %.10g", shown, text, row->low, row->high);
+    if (row->kind == REAL && row->low == -1 && x > -1 && x < 0)   // -1 is a word of its own
+        die_usage("%s %s is out of range: 0 to %.10g, or -1", shown, text, row->high);
     return x;
 }
 

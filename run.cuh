@@ -309,6 +309,21 @@ static Storage storage_from_flags(const Flags* f)
     return Storage{dtype_find(f->master), dtype_find(f->state_dtype), grads, sent};
 }
 
+static double attention_dropout(const Flags* f) { return f->attn_dropout < 0 ? f->dropout : f->attn_dropout; }
+
+/* The elements of a mask are numbered with 32 bits: T x T of a head, T x C of a sequence. */
+static void dropout_refuse(const Run* run)
+{
+    const Flags* f = run->flags;
+    size_t T = (size_t)run->T, C = (size_t)run->model.config.C;
+    if (attention_dropout(f) > 0 && T > 65536)
+        die_usage("-t %zu with dropout of attention probabilities: its masks reach to 65536 tokens: give "
+                  "--attn-dropout 0", T);
+    if (f->dropout > 0 && T * C > UINT32_MAX)
+        die_usage("-t %zu x %zu channels with --dropout: a sequence has at most %u elements: lower -t", T, C,
+                  UINT32_MAX);
+}
+
 /* Plans memory: everything the run will hold with its setting. */
 static void plan_run(Run* run, bool training)
 {
@@ -319,7 +334,7 @@ static void plan_run(Run* run, bool training)
     m->recompute = s->recompute;
     m->segment_layers = s->segment_layers;
     m->dropout = f->dropout;
-    m->attention_dropout = f->attn_dropout < 0 ? f->dropout : f->attn_dropout;
+    m->attention_dropout = attention_dropout(f);
     m->seed = (unsigned long long)f->seed;
     m->offloads = s->offloads && training;
     m->walks_vocab = s->stage == 3 && m->config.num_pieces > 1;

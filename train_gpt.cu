@@ -462,6 +462,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     int context = run->model.config.context;
     run->T = f->seq_len > 0 ? (int)f->seq_len : context < 1024 ? context : 1024;
     ENSURE(run->T <= context, "-t %d is longer than the model's context of %d positions: lower it", run->T, context);
+    dropout_refuse(run);
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
     if (f->elastic && resume_path[0]) batch_of_checkpoint(run, resume_path);
@@ -471,7 +472,8 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false, storage_from_flags(f)};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
     run->setting.offloads = strcmp(f->offload, "activations") == 0;
-    if (run->setting.offloads && run->setting.recompute != Recompute::BLOCKS && !f->auto_)
+    if (run->setting.offloads && run->setting.recompute != Recompute::BLOCKS &&
+        (!f->auto_ || f->given[FLAG_recompute]))
         die_usage("--offload activations moves the inputs that -r block or -r K keeps: give one of them");
     if (f->auto_) setting_choose(run, device_free_bytes(run));
     run->batch_ramp = ramp_parse("--batch-ramp", f->batch_ramp, (size_t)run->B * run->comm.num_ranks,

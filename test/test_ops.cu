@@ -23,6 +23,7 @@
 #include "../kernels/step.cuh"
 #include "../kernels/optimizer.cuh"
 #include "../kernels/muon.cuh"
+#include "../kernels/progress.cuh"
 #include "test_storage.h"
 #ifdef EMU_CHECK
 #include "test_emu_traffic.h"
@@ -85,6 +86,7 @@ int main(int argc, char** argv)
     op_table(attention_cached_tests, filter, bench, memory_gbps, &totals);
     op_table(classifier_tests, filter, bench, memory_gbps, &totals);
     op_table(accumulate_tests, filter, bench, memory_gbps, &totals);
+    op_table(progress_tests, filter, bench, memory_gbps, &totals);
     op_table(global_norm_tests, filter, bench, memory_gbps, &totals);
     op_table(step_tests, filter, bench, memory_gbps, &totals);
     op_table(values_tests, filter, bench, memory_gbps, &totals);

@@ -1,7 +1,9 @@
-/* test_shard.cpp: who owns which element, for every number of ranks from 1 to 64. No GPU, no MPI.
+/* test_shard.cpp: who owns which element, for every number of ranks from 1 to 64; and which collective the watchdog
+ * takes for the oldest. No GPU, no MPI.
  * For random tables of tensors: the slices of a unit tile it; the parts of a tensor in the slices tile the tensor, in
  * order; packed places of different units do not overlap and fill num_elems / R; logical places do not depend on R. */
 #include "../zero/shard.h"
+#include "../zero/watchdog.h"
 
 static int num_wrong;   // of the number of ranks being tried
 
@@ -82,10 +84,37 @@ static void check_shard(const Shard* s, int R)
     check(params == s->num_params, "num_params counts what the files hold", R);
 }
 
-/* One test per number of ranks. */
+/* Four collectives on two streams, then as many as the watchdog remembers and more: the oldest whose stream has not
+ * come past it. */
+static bool watch_finds_the_oldest(void)
+{
+    Watch* w = (Watch*)calloc(1, sizeof(Watch));
+    unsigned long long progress[WATCH_STREAMS] = {};
+    w->progress = progress;
+    bool well = w != nullptr && watch_oldest(w) == nullptr;
+    const Asked asked[4] = {{"first", 1, 0}, {"second", 2, 1}, {"third", 3, 0}, {"fourth", 4, 1}};
+    for (const Asked& a : asked) watch_asks(w, a.name, a.elems, a.stream_idx);
+    const struct { unsigned long long progress[2]; size_t oldest; } rows[] = {
+        {{0, 0}, 1}, {{1, 0}, 2}, {{3, 0}, 2}, {{0, 4}, 1}, {{1, 2}, 3}, {{1, 4}, 3}, {{3, 2}, 4}, {{3, 4}, 0}};
+    for (const auto& row : rows) {
+        memcpy(progress, row.progress, sizeof row.progress);
+        const Asked* oldest = watch_oldest(w);
+        well = well && (oldest == nullptr ? 0 : oldest->elems) == row.oldest;
+    }
+    for (size_t i = 0; i < 2 * WATCH_ASKED; i++) watch_asks(w, "later", i, 0);
+    const Asked* oldest = watch_oldest(w);
+    well = well && oldest != nullptr && oldest->elems == WATCH_ASKED;
+    w->progress = nullptr;
+    well = well && watch_oldest(w) == nullptr;
+    free(w);
+    if (!well) printf("FAILED the watchdog names the oldest collective\n");
+    return well;
+}
+
+/* One test per number of ranks, and one. */
 int main(void)
 {
-    int num_passed = 0, num_failed = 0;
+    int num_passed = watch_finds_the_oldest(), num_failed = !num_passed;
     for (int R = 1; R <= 64; R++) {
         num_wrong = 0;
         for (int table = 0; table < 4; table++) {

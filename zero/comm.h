@@ -10,6 +10,7 @@
 #ifndef NO_MPI
 #include <mpi.h>
 #endif
+#include "../kernels/progress.cuh"
 #include "../kernels/values.cuh"
 #include "watchdog.h"
 #ifndef DEVICE_CUDA
@@ -29,6 +30,9 @@ typedef struct Comm {
     size_t asked_bytes;             // since the start
     Watch* watch;                   // null with one rank
     bool in_group;                  // between comm_group_begin and _end
+    cudaStream_t streams[WATCH_STREAMS];    // that have carried collectives
+    int num_streams, stream_idx;    // the newest collective's
+    unsigned long long* progress;   // (WATCH_STREAMS) pinned: see watchdog.h
     char* pieces;                   // --deterministic: what the ranks send for one reduction; else null
 #ifndef NO_MPI
     MPI_Comm host;
@@ -275,22 +279,44 @@ static inline size_t nccl_type_bytes(ncclDataType_t type)
     return type == ncclFloat32 ? 4 : type == ncclFloat64 || type == ncclUint64 ? 8 : 2;
 }
 
-/* A collective of a group is under way until the group ends. */
+/* From when c->progress is there until it goes: the watchdog may look. */
+static void comm_shows_progress(const Comm* c, bool shows)
+{
+    if (c->watch != nullptr) c->watch->progress = shows ? c->progress : nullptr;
+}
+
+/* Before a collective of n elements is given to a stream. */
+static void comm_asks(Comm* c, const char* name, size_t n, cudaStream_t stream)
+{
+    watch_collective(c->watch, name, n);
+    if (c->watch == nullptr) return;
+    int idx = 0;
+    while (idx < c->num_streams && c->streams[idx] != stream) idx++;
+    ENSURE(idx < WATCH_STREAMS, "collectives on more than %d streams", (int)WATCH_STREAMS);
+    if (idx == c->num_streams) c->streams[c->num_streams++] = stream;
+    c->stream_idx = idx;
+    watch_asks(c->watch, name, n, idx);
+}
+
+/* Behind it; a collective of a group is under way until the group ends. */
 static void comm_has_asked(const Comm* c, const char* place, size_t n)
 {
-    if (!c->in_group) watch_move(c->watch, place, n);
+    if (c->in_group || c->watch == nullptr) return;
+    watch_move(c->watch, place, n);
+    if (c->num_streams == 0) return;
+    progress_mark(c->progress + c->stream_idx, c->watch->num_asked, c->streams[c->stream_idx]);
 }
 
 /* data (n) = sum over ranks, in place. */
 static void comm_all_reduce(Comm* c, void* data, size_t n, ncclDataType_t type, cudaStream_t stream)
 {
     if (c->num_ranks == 1 || n == 0) return;
-    watch_collective(c->watch, "ncclAllReduce", n);
+    comm_asks(c, "ncclAllReduce", n, stream);
     c->asked_bytes += comm_all_reduce_bytes(c, n, nccl_type_bytes(type));
 #ifndef NO_NCCL
     NCCL_CHECK(ncclAllReduce(data, data, n, type, ncclSum, c->nccl, stream));
 #else
-    (void)data; (void)stream;
+    (void)data;
 #endif
     comm_has_asked(c, "what follows ncclAllReduce", n);
 }
@@ -329,7 +355,7 @@ static void comm_reduce_scatter(Comm* c, Values out, Values inp, size_t n, bool 
         if (out.at != inp.at) values_sum(out, inp, 1, n, adds, stream);
         return;
     }
-    watch_collective(c->watch, "ncclReduceScatter", n);
+    comm_asks(c, "ncclReduceScatter", n, stream);
     c->asked_bytes += comm_scatter_bytes(c, n, dtype_bytes(inp.dtype));
     assert(c->pieces != nullptr || (out.dtype == inp.dtype && !adds));
     if (c->pieces != nullptr) comm_reduce_in_order(c, out, inp, n, adds, stream);
@@ -347,7 +373,7 @@ static void comm_all_gather(Comm* c, void* data, const void* own, size_t n, nccl
         if (data != own) CUDA_CHECK(cudaMemcpyAsync(data, own, bytes, cudaMemcpyDeviceToDevice, stream));
         return;
     }
-    watch_collective(c->watch, "ncclAllGather", n);
+    comm_asks(c, "ncclAllGather", n, stream);
     c->asked_bytes += comm_scatter_bytes(c, n, nccl_type_bytes(type));
 #ifndef NO_NCCL
     NCCL_CHECK(ncclAllGather(own, data, n, type, c->nccl, stream));
@@ -358,21 +384,21 @@ static void comm_all_gather(Comm* c, void* data, const void* own, size_t n, nccl
 /* n floats from one rank to another; both within a group. */
 static void comm_send(Comm* c, const float* data, size_t n, int to, cudaStream_t stream)
 {
-    watch_collective(c->watch, "ncclSend", n);
+    comm_asks(c, "ncclSend", n, stream);
     c->asked_bytes += n * sizeof(float);
 #ifndef NO_NCCL
     NCCL_CHECK(ncclSend(data, n, ncclFloat32, to, c->nccl, stream));
 #else
-    (void)data; (void)to; (void)stream;
+    (void)data; (void)to;
 #endif
 }
 static void comm_receive(Comm* c, float* data, size_t n, int from, cudaStream_t stream)
 {
-    watch_collective(c->watch, "ncclRecv", n);
+    comm_asks(c, "ncclRecv", n, stream);
 #ifndef NO_NCCL
     NCCL_CHECK(ncclRecv(data, n, ncclFloat32, from, c->nccl, stream));
 #else
-    (void)data; (void)from; (void)stream;
+    (void)data; (void)from;
 #endif
 }
 
@@ -390,7 +416,7 @@ static void comm_group_end(Comm* c)
 #ifndef NO_NCCL
     if (c->num_ranks > 1) NCCL_CHECK(ncclGroupEnd());
 #endif
-    watch_move(c->watch, "what follows a group of collectives", 0);
+    comm_has_asked(c, "what follows a group of collectives", 0);
 }
 
 /* Bytes this rank has sent in collectives since the start. */

@@ -324,6 +324,7 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->found, 2 * shard->num_tensors);
     plan_add(plan, "step results", Place::HOST, &z->h_found, shard->num_tensors);
     plan_add(plan, "step results", Place::HOST, &z->h_state, 2);
+    plan_add(plan, "step results", Place::HOST, &comm->progress, WATCH_STREAMS);
     plan_add(plan, "between files and device", Place::HOST, &z->bounce, BOUNCE_ELEMS);
 }
 
@@ -398,10 +399,12 @@ static void zero_start(Zero* z)
     }
     zero_place_units(z);
     if (z->training) zero_place_grad_parts(z);
+    comm_shows_progress(z->comm, true);
 }
 
 static void zero_free(Zero* z)
 {
+    comm_shows_progress(z->comm, false);
     for (cudaEvent_t event : {z->edge, z->states_copied, z->grad_ring_free[0], z->grad_ring_free[1]})
         CUDA_CHECK(cudaEventDestroy(event));
     for (int b = 0; b < z->param_buckets.num_buckets; b++) CUDA_CHECK(cudaEventDestroy(z->params_ready[b]));

@@ -3,16 +3,15 @@
  * it says which rank waits in which collective of which step, and which rank of this host gives no sign of life or is
  * behind; then it ends the process, and the launcher ends the others. If the launcher ends them first, one says where
  * it was. The thread makes no CUDA, NCCL or MPI call, so that it cannot hang with them. With several hosts it knows its
- * own. The collective that it names is the oldest that is not complete; with CUDA, where only a CUDA call could tell,
- * the newest that was enqueued: the one that hangs is that or one before it. */
+ * own. The collective that it names is the oldest that is not complete, of those sent together the first: behind each,
+ * its stream writes the number of it into host memory (progress.cuh). */
 #pragma once
 #include <csignal>
 #include <ctime>
 #include <pthread.h>
 #include "../data/error.h"
-#ifndef DEVICE_CUDA
-#include "../kernels/cpu/device.h"
-#endif
+
+enum { WATCH_STREAMS = 4, WATCH_ASKED = 4096 };
 
 /* One per rank of the host, a cache line each, in shared memory. */
 typedef struct alignas(64) Beat {
@@ -22,12 +21,18 @@ typedef struct alignas(64) Beat {
     volatile bool has_spoken;           // it has said why the run ends: the others need not
 } Beat;
 
+/* A collective on a stream. They are numbered from 1. */
+typedef struct Asked { const char* name; size_t elems; int stream_idx; } Asked;
+
 typedef struct Watch {
     Beat* beats;                // (num_beats)
     int num_beats, own;
     double timeout_s;           // 0: never
     const char* volatile place; // what the main thread does
     volatile size_t elems, step;
+    Asked asked[WATCH_ASKED];   // the newest; number k is at k % WATCH_ASKED
+    volatile unsigned long long num_asked;
+    const unsigned long long* volatile progress;   // (WATCH_STREAMS) the newest that is complete on each stream
     volatile bool idle;         // the main thread waits for work: only others that give no sign of life count
     volatile bool stops;
     pthread_t thread;
@@ -58,6 +63,27 @@ static void watch_collective(Watch* w, const char* name, size_t elems)
     watch_move(w, name, elems);
 }
 
+/* The main thread gives a stream a collective; returns its number. */
+static unsigned long long watch_asks(Watch* w, const char* name, size_t elems, int stream_idx)
+{
+    unsigned long long number = w->num_asked + 1;
+    w->asked[number % WATCH_ASKED] = Asked{name, elems, stream_idx};
+    w->num_asked = number;
+    return number;
+}
+
+/* The oldest collective that is not complete; null if there is none. Streams write while this thread reads. */
+__attribute__((no_sanitize("thread"))) static const Asked* watch_oldest(const Watch* w)
+{
+    const volatile unsigned long long* progress = w->progress;
+    unsigned long long end = w->num_asked, number = end < WATCH_ASKED ? 1 : end - WATCH_ASKED + 1;
+    for (; progress != nullptr && number <= end; number++) {
+        const Asked* asked = &w->asked[number % WATCH_ASKED];
+        if (progress[asked->stream_idx] < number) return asked;
+    }
+    return nullptr;
+}
+
 /* Where this rank is and who of the host is missing or behind, in one line. */
 static int watch_text(const Watch* w, const char* why, char* line, size_t size)
 {
@@ -65,11 +91,8 @@ static int watch_text(const Watch* w, const char* why, char* line, size_t size)
     const Beat* own = &w->beats[w->own];
     size_t elems = w->elems;
     const char* place = w->place;
-#ifndef DEVICE_CUDA
-    size_t oldest_elems;
-    const char* oldest = nccl_oldest(&oldest_elems);
-    if (oldest != nullptr) { place = oldest; elems = oldest_elems; }
-#endif
+    const Asked* oldest = watch_oldest(w);
+    if (oldest != nullptr) { place = oldest->name; elems = oldest->elems; }
     int n = snprintf(line, size, "train_gpt: rank %d: %s: step %zu, in %s of %zu elements since %.1f s", own->rank, why,
                      w->step, place, elems, now - own->moved_s);
     for (int i = 0; i < w->num_beats && n < (int)size; i++) {

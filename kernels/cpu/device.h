@@ -3,8 +3,6 @@
  *   device_set_budget     bytes the device pretends to have; also TRAIN_GPT_DEVICE_MB. cudaMalloc fails beyond it.
  *   device_used_bytes     allocated now          device_peak_bytes    the most that ever was
  *   pinned_used_bytes     host memory of cudaMallocHost, allocated now
- *   nccl_oldest           the collective that the others wait for: the first that was called and is not complete; its
- *                         name or null, and its elements. From any thread
  *   host_sync_count       how often the host waited for a stream, an event or the device; nothing inside a step should
  *   nccl_wire_bytes       bytes this rank has sent to other ranks, by kind of collective
  *   nccl_workspace_bytes  what a communicator of num_ranks allocates once, for the memory plan */
@@ -22,4 +20,3 @@ enum class Collective { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUC
 static const int NUM_COLLECTIVES = 6;
 uint64_t nccl_wire_bytes(Collective kind);
 size_t nccl_workspace_bytes(int num_ranks);
-const char* nccl_oldest(size_t* elems);

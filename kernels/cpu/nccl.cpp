@@ -400,18 +400,6 @@ static void work_end(Work* w)
 }
 #endif
 
-/* What was submitted last on the first communicator, for nccl_oldest: read by the watchdog's thread. */
-static struct { const char* name; size_t elems; } recent[4096];
-static volatile uint64_t num_recent, num_recent_done;
-static const ncclComm* recent_comm;
-
-const char* nccl_oldest(size_t* elems)
-{
-    if (num_recent_done == num_recent) return nullptr;
-    *elems = recent[num_recent_done % 4096].elems;
-    return recent[num_recent_done % 4096].name;
-}
-
 /* A fault for tests: TRAIN_GPT_CORRUPT_GATHER=RANK:N flips a bit of what the N-th all-gather brings to that rank. */
 static void corrupt_if_asked(const Work* w)
 {
@@ -447,7 +435,6 @@ static bool work_run(void* arg)
     work_end(w);
 #endif
     comm->num_completed++;
-    if (comm == recent_comm) num_recent_done = num_recent_done + 1;
     transfers_free(w);
     return true;
 }
@@ -480,11 +467,6 @@ static int group_depth;
 static void work_submit(Work* w, cudaStream_t stream)
 {
     w->place = w->comm->num_issued++;
-    if (recent_comm == nullptr) recent_comm = w->comm;
-    if (recent_comm == w->comm) {
-        recent[num_recent % 4096] = {collective_names[w->header.kind], w->header.count};
-        num_recent = num_recent + 1;
-    }
     if (kind_of(w) != Collective::SEND_RECV) w->header.call_idx = w->comm->num_collectives++;
 #ifndef NO_MPI
     w->num_stages = count_stages(w);
