@@ -166,6 +166,7 @@ static void print_step(Run* run, const StepState* s, size_t step, int slot, doub
     log_int(&run->log, "tokens", (long long)s->num_toks);
     log_int(&run->log, "skipped", s->skip == Skip::NONFINITE || s->skip == Skip::SPIKE);
     log_real(&run->log, "host_mib", resident_bytes() / 1048576.0);
+    log_int(&run->log, "page_faults", run->step_page_faults[slot]);
     if (is_fp16()) log_real(&run->log, "loss_scale", s->used_loss_scale);
     remark_step(run, s, slot, remark);
     if (run->comm.rank != 0) return;
@@ -237,6 +238,7 @@ static void train_step(Run* run)
     CUDA_CHECK(cudaEventRecord(run->step_begun[slot], run->zero.compute));
     if (run->comm.watch != nullptr) run->comm.watch->step = run->step + 1;
     size_t asked_before = run->comm.asked_bytes;
+    long faults_before = page_faults();
     zero_step_begin(&run->zero);
     size_t position = loader_position(run->train);
     int G = (int)step_micro_steps(run, run->step), T = step_seq_len(run, run->step);
@@ -255,6 +257,7 @@ static void train_step(Run* run)
     zero_step_ask(&run->zero, signals_take());
     zero_step_end(&run->zero, config, optimizer_config(run->flags), slot);
     run->step_asked_bytes += run->comm.asked_bytes - asked_before;
+    run->step_page_faults[slot] = page_faults() - faults_before;
     CUDA_CHECK(cudaEventRecord(run->step_ended[slot], run->zero.compute));
 }
 

@@ -233,11 +233,12 @@ SIMD void gemm_prefetch(GemmPrefetch* p, int num_lines)
     }
 }
 
-/* The rows of C below a tile, so that the next one does not wait for them: its loads would come all at once. */
+/* The rows of C below a tile, so that the next one does not wait for them: its loads would come all at once. Into the
+ * second-level cache: rows that are a multiple of 4 KiB apart would drive one another out of the nearest. */
 SIMD void gemm_prefetch_tile(const float* c, size_t ldc, int rows, int cols)
 {
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < cols; j += 16) __builtin_prefetch(c + i * ldc + j, 1, 3);
+        for (int j = 0; j < cols; j += 16) __builtin_prefetch(c + i * ldc + j, 0, 2);
 }
 
 /* c (rows, cols) = init + packed A * packed B, tile by tile, with `next` prefetched on the way. */
