@@ -118,7 +118,8 @@ isa_prec = $(word 1,$(subst ., ,$(1)))
 isa_name = $(word 2,$(subst ., ,$(1)))
 $(ISA_OBJS): $(BUILD)/train_gpt.%.o: train_gpt.cu $(BUILD)/flags
 	$(COMPILE) $(MARCH_$(call isa_name,$*)) $(call precision,$(call isa_prec,$*)) -DISA_THIS=$(call isa_name,$*) \
-	    $(if $(filter $(MAIN_PREC).$(lastword $(ISA)),$*),-DPREC_MAIN $(HAVE) '-DISAS=$(ISA:%=ISA(%))') $(MMD) -c $< -o $@
+	    $(if $(filter $(MAIN_PREC).$(lastword $(ISA)),$*),-DPREC_MAIN $(HAVE) '-DISAS=$(patsubst %,ISA(%),$(ISA))') \
+	    $(MMD) -c $< -o $@
 
 $(BUILD)/%.o: kernels/cpu/%.cpp $(BUILD)/flags
 	$(COMPILE) $(if $(CHECKED),-O2) $(MMD) -c $< -o $@

@@ -31,7 +31,9 @@ floor() {       # MODEL B T
     # shellcheck disable=SC2086
     build/cpu/bench_floor $sizes "$2" "$3" | tail -n 1
 }
-column() { awk -v k="$2" '{ print $k }' "$folder/$1" | sort -n | awk '{ x[NR] = $1 } END { print x[int((NR + 1) / 2)] }'; }
+column() {      # FILE K: the median of its column K
+    awk -v k="$2" '{ print $k }' "$folder/$1" | sort -n | awk '{ x[NR] = $1 } END { print x[int((NR + 1) / 2)] }'
+}
 
 while read -r model B T; do
     : > "$folder/floors"

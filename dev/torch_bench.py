@@ -33,7 +33,8 @@ def llama(layers, channels, heads, width, vocabulary, context):
         def __init__(self):
             super().__init__()
             self.norm1, self.norm2 = nn.RMSNorm(channels, eps=1e-6), nn.RMSNorm(channels, eps=1e-6)
-            self.qkv, self.out = nn.Linear(channels, 3 * channels, bias=False), nn.Linear(channels, channels, bias=False)
+            self.qkv = nn.Linear(channels, 3 * channels, bias=False)
+            self.out = nn.Linear(channels, channels, bias=False)
             self.up, self.down = nn.Linear(channels, 2 * width, bias=False), nn.Linear(width, channels, bias=False)
 
         def forward(self, x, cosine, sine):
@@ -103,8 +104,8 @@ class Torch:
         else:
             env["GLIBC_TUNABLES"] = KEEP_MEMORY
         self.process = subprocess.Popen([sys.executable, __file__, "--worker", kind, name, str(batch), str(length),
-                                         str(options.threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                        env=env, stderr=subprocess.DEVNULL)
+                                         str(options.threads)], env=env, text=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self.version = self.process.stdout.readline().strip()
         if not self.version:
             sys.exit(f"PyTorch, {kind}, did not start: {sys.executable} {__file__} --worker {kind} {name} {batch} "
@@ -141,7 +142,8 @@ def main():
     sys.path += [str(ROOT / "dev"), str(ROOT / "test")]
     import init
     import util
-    print("| shape | train_gpt ms | tok/s | eager ms | compile ms | tok/s, best | ratio |\n|---|---|---|---|---|---|---|")
+    print("| shape | train_gpt ms | tok/s | eager ms | compile ms | tok/s, best | ratio |")
+    print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         data = pathlib.Path(folder)
         for shape in options.shapes:
