@@ -67,33 +67,42 @@ static void choice_losses(double* losses, const Choices* x, const char* context,
     }
 }
 
-/* One line of the file. */
-static void choice_answer(ChoiceCounts* counts, const Choices* x, const char* line, size_t length, const char* from)
+/* One line of the file; its texts are in json, which is to be deleted. */
+typedef struct ChoiceItem { cJSON* json; const char* context; const cJSON* first; int num_endings, label; } ChoiceItem;
+
+static ChoiceItem choice_parse(const char* line, size_t length, const char* from)
 {
     cJSON* j = json_parse(line, length, from);
-    const char* context = json_string(j, "ctx", from);
     const cJSON *endings = json_array(j, "endings", from), *ending;
-    int num_endings = cJSON_GetArraySize(endings), e = 0, best = 0, best_per_byte = 0;
-    ENSURE(num_endings > 1 && num_endings <= CHOICES_MAX_ENDINGS, "%s: %d endings, need 2 to %d", from, num_endings,
-           (int)CHOICES_MAX_ENDINGS);
-    int label = (int)json_int(j, "label", 0, num_endings - 1, from);
-    double losses[CHOICES_MAX_ENDINGS], per_byte[CHOICES_MAX_ENDINGS];
+    ChoiceItem item = {j, json_string(j, "ctx", from), endings->child, cJSON_GetArraySize(endings), 0};
+    ENSURE(item.num_endings > 1 && item.num_endings <= CHOICES_MAX_ENDINGS, "%s: %d endings, need 2 to %d", from,
+           item.num_endings, (int)CHOICES_MAX_ENDINGS);
+    item.label = (int)json_int(j, "label", 0, item.num_endings - 1, from);
     cJSON_ArrayForEach(ending, endings)
         ENSURE(cJSON_IsString(ending) && ending->valuestring[0], "%s: an ending is not a text", from);
-    for (ending = endings->child; e < num_endings; ) {
-        int count = num_endings - e < x->model->B ? num_endings - e : x->model->B;
-        choice_losses(losses + e, x, context, ending, count, from);
+    return item;
+}
+
+static void choice_answer(ChoiceCounts* counts, const Choices* x, const char* line, size_t length, const char* from)
+{
+    ChoiceItem item = choice_parse(line, length, from);
+    const cJSON* ending = item.first;
+    int best = 0, best_per_byte = 0;
+    double losses[CHOICES_MAX_ENDINGS], per_byte[CHOICES_MAX_ENDINGS];
+    for (int e = 0; e < item.num_endings; ) {
+        int count = item.num_endings - e < x->model->B ? item.num_endings - e : x->model->B;
+        choice_losses(losses + e, x, item.context, ending, count, from);
         for (int k = 0; k < count; k++, e++, ending = ending->next)
             per_byte[e] = losses[e] / (double)strlen(ending->valuestring);
     }
-    for (e = 1; e < num_endings; e++) {
+    for (int e = 1; e < item.num_endings; e++) {
         if (losses[e] < losses[best]) best = e;
         if (per_byte[e] < per_byte[best_per_byte]) best_per_byte = e;
     }
     counts->num_items += 1;
-    counts->num_right += best == label;
-    counts->num_right_per_byte += best_per_byte == label;
-    cJSON_Delete(j);
+    counts->num_right += best == item.label;
+    counts->num_right_per_byte += best_per_byte == item.label;
+    cJSON_Delete(item.json);
 }
 
 /* All lines; the counts are those of all ranks. */

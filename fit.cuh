@@ -1,11 +1,16 @@
-/* fit.cuh: settings tried on paper: what they need, about how long a step takes, what to change when the memory is too
- * small. The estimate is that of a roof: matrix products at half of the peak, the optimizer at the memory's bandwidth,
- * collectives at the link's; with overlap the longer of compute and wire counts. It ranks settings, no more. */
+/* fit.cuh: settings tried on paper: what they need, about how long a step takes (step_time.cuh), what to change when
+ * the memory is too small. */
 #pragma once
 #include "kernels/cpu/isa.h"
 #include "run.cuh"
+#include "step_time.cuh"
 
-typedef struct Estimate { size_t device_bytes, wire_bytes; double compute_s, wire_s, copy_s, step_s; } Estimate;
+typedef struct Estimate {
+    size_t device_bytes;
+    Costs costs;
+    StepTime time;
+    double copy_s, step_s;     // of activations to host memory and back; with it
+} Estimate;
 
 static const double HOST_LINK_GBPS = 25;   // of PCIe 4 with 16 lanes, one way, as measured by many
 
@@ -17,26 +22,6 @@ static const char* recompute_name(Setting s, char (&buf)[16])
     return buf;
 }
 
-/* Floating-point operations per token that are made a second time, by the level and by a head in pieces: a product is 2
- * per weight. */
-static double recompute_flops_per_token(const Config* c, Setting s, int T)
-{
-    double Q = (double)config_dim(c, Dim::Q), QKV = (double)config_dim(c, Dim::QKV), C = c->C;
-    double fc = 2 * C * fc_width(c), attention = 2 * C * QKV + 2 * Q * T, rest = 2 * Q * C + 2.0 * c->F * C;
-    double block = s.recompute == Recompute::MLP ? fc : s.recompute == Recompute::ATTENTION ? fc + attention : 0;
-    if (s.recompute == Recompute::BLOCKS) block = fc + attention + rest;
-    int still_there = s.recompute == Recompute::BLOCKS ? (c->L - 1) % s.segment_layers + 1 : 1;
-    double head = s.stage == 3 && c->num_pieces > 1 ? 2 * C * c->V : 0;
-    return block * (c->L - still_there) + head;
-}
-
-/* What a step of the optimizer reads and writes of one element. */
-static double update_bytes(Storage storage)
-{
-    size_t weight = storage.master == FLOATX_DTYPE ? 2 * sizeof(floatX) : storage.master == Dtype::SPLIT ? 8 : 10;
-    return (double)(weight + 4 * dtype_bytes(storage.moments) + dtype_bytes(storage.grads));
-}
-
 /* The present run with another setting. */
 static Estimate setting_estimate(const Run* run, Setting s)
 {
@@ -45,21 +30,13 @@ static Estimate setting_estimate(const Run* run, Setting s)
     trial->plan = Plan{};
     trial->setting = s;
     plan_run(trial, true);
-    const Device* d = &run->device;
-    const Config* c = &run->model.config;
-    WireBytes wire = zero_wire_bytes(&trial->zero);
     Estimate e = {};
     e.device_bytes = plan_bytes(&trial->plan, Place::DEVICE);
-    e.wire_bytes = wire.gradients + wire.parameters + wire.sums + wire.optimizer;
-    double flops = (model_flops_per_token(c, run->T) + recompute_flops_per_token(c, s, run->T)) * s.B * s.G * run->T;
-    double owned = (double)run->model.shard.num_elems / (s.stage > 0 ? run->comm.num_ranks : 1);
-    if (d->peak_flops > 0) e.compute_s = flops / (0.5 * d->peak_flops);
-    if (d->memory_gbps > 0) e.compute_s += owned * update_bytes(s.storage) / (d->memory_gbps * 1e9);
-    if (d->link_gbps > 0) e.wire_s = (double)e.wire_bytes / (d->link_gbps * 1e9);
-    if (d->memory_gbps > 0 && s.offloads)   // there and back in each micro-step
+    step_cost(&e.costs, &trial->model);
+    e.time = step_time(&run->device, &trial->model, &e.costs);
+    if (e.time.step_s > 0 && s.offloads)   // there and back in each micro-step
         e.copy_s = 2.0 * s.G * (double)offload_bytes(&trial->model.inputs) / (HOST_LINK_GBPS * 1e9);
-    e.step_s = fmax(e.compute_s, fmax(e.wire_s, e.copy_s));
-    if (!run->flags->overlap) e.step_s = e.compute_s + e.wire_s + e.copy_s;
+    e.step_s = run->flags->overlap ? fmax(e.time.step_s, e.copy_s) : e.time.step_s + e.copy_s;
     plan_run_free(trial);
     free(trial);
     return e;

@@ -38,6 +38,7 @@
     F(ONEOF,  state_dtype,    0,  "fp32",    "fp32|bf16", 0, "the optimizer's moments; bf16 is rounded at random") \
     F(ONEOF,  grad_dtype,     0,  "fp32",    "fp32|bf16|fp16", 0, "gradients are summed over micro-steps in fp32, or in the 16 bits of -p (those of embeddings and head in fp32 until they are sent)") \
     F(ONEOF,  comm_dtype,     0,  "grad",    "grad|fp32|bf16|fp16", 0, "gradients go to other ranks in this type; grad = that of --grad-dtype") \
+    F(TEXT,   fp32_tensors,   0,  "",        0, 0, "bf16, fp16: tensors kept in fp32, weight, gradient and moments: parts of their names (wte,ln_f) or shell patterns with commas between; products read them rounded") \
     F(REAL,   loss_scale,     0,  0,         0, 1e30, "fp16: factor of the loss in the backward; 0 = found while training") \
     F(INT,    initial_scale_power, 0, 16,    0, 31, "fp16: the loss scale starts at 2 to this power") \
     F(INT,    loss_scale_window, 0, 1000,    1, 1 << 30, "fp16: the loss scale doubles after so many good steps in a row") \
@@ -90,6 +91,9 @@
     F(SWITCH, auto_,          0,  false,     0, 0, "choose -z, -r, -b where not given: the fastest on paper that fits") \
     F(TEXT,   gpu,            0,  "",        0, 0, "with --plan: for this GPU (h100, a100, l4, rtx 4090 ...)") \
     F(INT,    ranks,          0,  0,         0, 1 << 20, "with --plan: for so many ranks") \
+    F(SWITCH, bench,          0,  false,     0, 0, "time -n steps on made-up tokens (20), and each operation against the device's ceilings, and stop") \
+    F(TEXT,   bench_json,     0,  "",        0, 0, "with --bench: every figure into this file") \
+    F(INT,    profile,        0,  0,         0, 1000, "trace of so many steps, after the first three, for ui.perfetto.dev: trace.json in -o, or here") \
     F(SWITCH, eval,           0,  false,     0, 0, "validate and stop") \
     F(TEXT,   choices,        0,  "",        0, 0, "answer this file of multiple choice (JSONL of ctx, endings, label: HellaSwag) and stop") \
     F(TEXT,   generate,       0,  "",        0, 0, "continue this text and stop") \
@@ -113,9 +117,7 @@
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
-    "tp pp sp offload-dir " \
-    "bench fp32-tensors profile " \
-    "tune"
+    "tp pp sp offload-dir tune"
 
 #define VALUES_LATER "1bit-adam 01-adam 1bit-lamb onebitadam zerooneadam onebitlamb"
 

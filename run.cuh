@@ -20,7 +20,7 @@
 #define DEFAULT_MODEL "d3"   // what scripts/quickstart.sh trains
 #endif
 
-enum { STEPS_IN_FLIGHT = 2 };      // the host enqueues step s + 1 before it reads the result of step s
+enum { STEPS_IN_FLIGHT = PROFILE_SLOTS };   // 2: the host enqueues step s + 1 before it reads the result of step s
 
 /* What may be traded for memory. */
 typedef struct Setting {
@@ -55,7 +55,6 @@ typedef struct Run {
     RunLog log;
     int *h_tokens[2], *h_targets[2];   // (B,T) pinned, one read while the other is copied
     cudaEvent_t batch_copied[2];
-    cudaEvent_t step_begun[STEPS_IN_FLIGHT], step_ended[STEPS_IN_FLIGHT];   // on the compute stream, timed
     long step_page_faults[STEPS_IN_FLIGHT];
     size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
     Ask ask;                       // what the ranks have agreed that a signal asks for
@@ -63,6 +62,8 @@ typedef struct Run {
     bool seen_skip;                // the newest result seen is a skipped step: see each before the next is begun
     double mean_step_s;
     bool on_terminal, bar_drawn;
+    FILE* trace;                   // of --profile, on rank 0, until it is written
+    char trace_path[4096];
 } Run;
 
 static bool is_fp16(void) { return strcmp(FLOATX_NAME, "fp16") == 0; }
@@ -70,6 +71,13 @@ static bool is_fp16(void) { return strcmp(FLOATX_NAME, "fp16") == 0; }
 #define SAY(...) do { if (run->comm.rank == 0) { printf(__VA_ARGS__); fflush(stdout); } } while (0)
 
 // ---------------------------------------------------------------------------------------------------------- set-up
+static bool path_exists(const char* folder, const char* name, char (&path)[4096])
+{
+    int n = snprintf(path, sizeof path, "%s%s%s", folder, name[0] ? "/" : "", name);
+    ENSURE(n < (int)sizeof path, "%s: the name is too long", folder);
+    return access(path, R_OK) == 0;
+}
+
 /* Any two of {global batch, B, G} give the third (SEMANTICS: batch arithmetic). */
 static void batch_arithmetic(Run* run, int num_ranks)
 {
@@ -89,29 +97,29 @@ static void batch_arithmetic(Run* run, int num_ranks)
     run->global_batch = (size_t)(B * G * R);
 }
 
-/* --elastic: the checkpoint's global batch on the ranks that are here: the largest micro-batch up to -b that divides a
- * rank's share, and the micro-steps that it takes. */
-static void batch_of_checkpoint(Run* run, const char* folder)
+/* --elastic: the global batch of the run, from a checkpoint's state.json or from run.json, on the ranks that are here:
+ * the largest micro-batch up to -b that divides a rank's share, also of what --batch-ramp begins with, and the
+ * micro-steps that it takes. */
+static void batch_of_run(Run* run, const char* path)
 {
     const Flags* f = run->flags;
-    size_t R = (size_t)run->comm.num_ranks, batch = checkpoint_global_batch(folder), fits = R;
+    cJSON* j = json_parse_file(path);
+    size_t R = (size_t)run->comm.num_ranks, fits = R, from = 0;
+    size_t batch = (size_t)json_int(j, "global_batch", 1, 1 << 30, path);
+    cJSON_Delete(j);
+    char ramp[80] = "";
+    if (sscanf(f->batch_ramp, "%zu", &from) == 1)
+        snprintf(ramp, sizeof ramp, ", or of %zu where --batch-ramp begins,", from);
     ENSURE(!f->given[FLAG_batch] || (size_t)f->batch == batch, "--elastic keeps the global batch of %zu sequences in "
-           "%s, --batch is %lld: leave it out", batch, folder, (long long)f->batch);
-    while (batch % fits != 0) fits--;
-    ENSURE(fits == R, "--elastic: the global batch of %zu sequences in %s does not divide over %zu ranks; the most "
-           "that it divides over below that is %zu: start those", batch, folder, R, fits);
+           "%s, --batch is %lld: leave it out", batch, path, (long long)f->batch);
+    while (batch % fits != 0 || from % fits != 0) fits--;
+    ENSURE(fits == R, "--elastic: the global batch of %zu sequences in %s%s does not divide over %zu ranks; the most "
+           "that it divides over below that is %zu: start those", batch, path, ramp, R, fits);
     size_t share = batch / R, B = (size_t)f->micro_batch < share ? (size_t)f->micro_batch : share;
-    while (share % B != 0) B--;
+    while (share % B != 0 || from / R % B != 0) B--;
     run->B = (int)B;
     run->G = (int)(share / B);
     run->global_batch = batch;
-}
-
-static bool path_exists(const char* folder, const char* name, char (&path)[4096])
-{
-    int n = snprintf(path, sizeof path, "%s%s%s", folder, name[0] ? "/" : "", name);
-    ENSURE(n < (int)sizeof path, "%s: the name is too long", folder);
-    return access(path, R_OK) == 0;
 }
 
 /* The model is a preset, or a folder with config.json. */
@@ -351,9 +359,9 @@ static void plan_run(Run* run, bool training)
     model_visits(m);
     bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
     model_resident(m, resident);
-    ZeroConfig zero = {s->stage, resident, s->G, training, s->storage, optimizer_find(f->optimizer), f->overlap != 0,
-                       strcmp(f->reduce, "step") == 0, f->deterministic,
-                       (size_t)f->persist_below, m->visits, m->num_visits,
+    ZeroConfig zero = {s->stage, resident, s->G, training, s->storage, optimizer_find(f->optimizer),
+                       model_rounds_fp32(&m->shard, &m->config), f->overlap != 0, strcmp(f->reduce, "step") == 0,
+                       f->deterministic, (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
     if (training && f->out[0]) saver_plan(&run->saver, &run->zero, &run->plan);
@@ -390,6 +398,16 @@ static size_t device_free_bytes(const Run* run)
     size_t free_bytes, total_bytes;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
     return run->flags->plan ? free_bytes : (size_t)-comm_max_host(&run->comm, -(double)free_bytes);
+}
+
+/* "forward_ms": and so on, of the phases that this step has. */
+static void log_phases(RunLog* log, const double (&ms)[NUM_PHASES])
+{
+    for (int i = 0; i < NUM_PHASES; i++) {
+        char key[32];
+        snprintf(key, sizeof key, "%s_ms", phase_names[i]);
+        if (ms[i] > 0) log_real(log, key, ms[i]);
+    }
 }
 
 /* "memory": {"device": {label: MiB, ...}, "host": {...}}: the plan, per rank. */

@@ -38,7 +38,7 @@ static void save_say(Run* run)
         return;
     }
     char newest[4096];
-    if (!checkpoint_find(run->flags->out, newest)) snprintf(newest, sizeof newest, "none");
+    if (!checkpoint_find(run->flags->out, true, newest)) snprintf(newest, sizeof newest, "none");
     bool goes_on = strcmp(run->flags->on_save_error, "continue") == 0 && s->state.step < run->num_steps &&
                    run->ask != Ask::END;
     if (!goes_on) die("%s is not saved: %s; the newest checkpoint is %s", s->path, s->why, newest);
@@ -70,6 +70,7 @@ static void save(Run* run)
     state.val_due = run->val_due;
     state.num_applied = last->num_applied;
     state.num_skipped = last->num_skipped;
+    state.num_skipped_in_a_row = last->num_skipped_in_a_row;
     state.spikes = last->spikes;
     state.has_loss_scale = is_fp16();
     state.loss_scale = last->loss_scale;
@@ -96,12 +97,13 @@ static void set_aside(const Run* run, const char* folder, const char* why)
 {
     char damaged[4200];
     snprintf(damaged, sizeof damaged, "%s.damaged", folder);
+    for (int k = 2; access(damaged, F_OK) == 0; k++) snprintf(damaged, sizeof damaged, "%s.damaged.%d", folder, k);
     ENSURE(rename(folder, damaged) == 0, "%s; it cannot be renamed to %s: %s", why, damaged, strerror(errno));
     SAY("damaged %s\n        set aside as %s: going back to the one before\n", why, damaged);
 }
 
 /* Where `--resume` points: a checkpoint, or the newest complete one of a run folder; `auto` passes over what is
- * damaged. Empty if there is none. Rank 0 looks. */
+ * damaged or has lost its state.json. Empty if there is none. Rank 0 looks. */
 static void choose_resume(Run* run, char (&path)[4096])
 {
     const Flags* f = run->flags;
@@ -113,7 +115,7 @@ static void choose_resume(Run* run, char (&path)[4096])
     if (run->comm.rank == 0) {
         bool found, passed_over = false;
         char why[1024];
-        while ((found = checkpoint_find(folder, path)) && !attempt(check_checkpoint, path, why)) {
+        while ((found = checkpoint_find(folder, !automatic, path)) && !attempt(check_checkpoint, path, why)) {
             if (!automatic) die("%s; --resume from the one before", why);
             set_aside(run, path, why);
             passed_over = true;
@@ -152,6 +154,7 @@ static void resume(Run* run, char (&folder)[4096])
     StepState device_state = step_state_init(run->config, first_loss_scale(run->flags));
     device_state.num_applied = state.num_applied;
     device_state.num_skipped = state.num_skipped;
+    device_state.num_skipped_in_a_row = state.num_skipped_in_a_row;
     device_state.spikes = state.spikes;
     if (run->config.dynamic_loss_scale && state.has_loss_scale) {
         device_state.loss_scale = state.loss_scale;
@@ -199,6 +202,7 @@ static void record_start(Run* run, const char* version, const char* build, const
         json_add_string(j, "build", build);
         json_add_string(j, "started", started);
         json_add_int(j, "num_ranks", run->comm.num_ranks);
+        json_add_int(j, "global_batch", (long long)run->global_batch);
         cJSON* ranks = json_add_array(j, "ranks");
         for (int r = 0; r < run->comm.num_ranks; r++)
             cJSON_AddItemToArray(ranks, json_added(cJSON_CreateString(all[r].text), "ranks"));

@@ -9,11 +9,13 @@
  * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
  * choices.cuh      multiple choice           zero/save.h                 written while training goes on
  * run_folder.cuh   log, save, resume         kernels/device.cuh          the device
+ * bench.cuh        how fast is a step        kernels/profile.h trace.cuh where its time goes
  * environment.cuh  what --report prints      shapes.cuh                  presets and configs
  *                                            ds_config.h ds_keys.h       DeepSpeed's JSON as flags
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"
+#include "bench.cuh"
 #include "ds_config.h"
 #include "environment.cuh"
 #include "choices.cuh"
@@ -53,11 +55,14 @@ static void print_estimate(const Run* run)
     if (run->comm.rank != 0) return;
     const Setting* s = &run->setting;
     Estimate e = setting_estimate(run, *s);
-    double flops = model_flops_per_token(&run->model.config, run->T) * s->B * s->G * run->T;
-    if (run->device.peak_flops > 0)
-        printf("time    %.3g Gflop per step and rank: about %.3g s at half of the peak, %.3g s on the wire, "
-               "%.3g tok/s\n", flops * 1e-9, e.compute_s, e.wire_s, run->global_batch * run->T / e.step_s);
+    printf("time    %.4g Gflop per step and rank", costs_sum(&e.costs, nullptr).flops * 1e-9);
+    if (e.step_s > 0)
+        printf(": on paper %.3g s (forward %.3g, backward %.3g, update %.3g, waiting for the wire %.3g), %.4g tok/s",
+               e.step_s, e.time.forward_s, e.time.backward_s, e.time.update_s, e.time.exposed_s,
+               run->global_batch * run->T / e.step_s);
+    printf("\n");
     if (!run->flags->plan) return;
+    costs_print(&run->device, &run->model, &e.costs, stdout);
     size_t have_bytes = device_free_bytes(run);
     recompute_print(run, stdout, have_bytes);
     if (e.device_bytes <= have_bytes) {
@@ -85,7 +90,8 @@ static void print_start(Run* run, const char* model_name)
         "%.2fM parameters\n", model_name, f->model[0] ? "" : " (the default of this build; -m takes another)",
         c->model_type, c->L, c->C, c->NH, c->NKV, c->HS, c->F, c->V, c->VP, c->context,
         run->model.shard.num_params * 1e-6);
-    if (run->train == nullptr) SAY("data    none in %s\n", f->data);        // a plan needs none
+    if (f->bench) SAY("data    made up\n");
+    else if (run->train == nullptr) SAY("data    none in %s\n", f->data);   // a plan needs none
     else
         SAY("data    %s: %zu tokens in %zu shard%s, %zu windows of %d, %zu tokens of tails left out\n", f->data,
             run->train_set.num_toks, run->train_set.num_files, run->train_set.num_files > 1 ? "s" : "",
@@ -98,6 +104,9 @@ static void print_start(Run* run, const char* model_name)
         run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
     if (run->comm.rank == 0) rates_print(f, stdout);
+    if (f->fp32_tensors[0])
+        SAY("fp32    %d tensors, %zu elements with their padding\n", run->model.shard.units[0].num_tensors,
+            run->model.shard.units[0].range.count);
     if (run->batch_ramp.steps > 0)
         SAY("ramp    global batch from %zu, over %zu steps\n", run->batch_ramp.from, run->batch_ramp.steps);
     if (run->seq_ramp.steps > 0)
@@ -213,7 +222,8 @@ static void print_bar(Run* run, int micro)
 }
 
 // ---------------------------------------------------------------------------------------------------------- a step
-/* The next micro-batch of `loader` to the device, T tokens of each row; returns rows that are not empty. */
+/* The next micro-batch of `loader` to the device, T tokens of each row; returns rows that are not empty. A bench has no
+ * loader: what lies there is taken again. */
 static size_t load_batch(Run* run, Loader* loader, size_t count, int T)
 {
     int k = (int)(count & 1);
@@ -221,7 +231,8 @@ static size_t load_batch(Run* run, Loader* loader, size_t count, int T)
     size_t bytes = (size_t)run->B * T * sizeof(int);
     CUDA_CHECK(
         cudaEventSynchronize(run->batch_copied[k])); // the copy before the last: long done unless the host is far ahead
-    size_t rows = loader_next(loader, run->h_tokens[k], run->h_targets[k]);
+    size_t rows = loader != nullptr ? loader_next(loader, run->h_tokens[k], run->h_targets[k]) : (size_t)run->B;
+    OP(run->zero.compute, 0, 2.0 * bytes, run->B, T);
     for (int b = 1; b < run->B && T < run->T; b++)   // the first T of each row, one row behind the other
         for (int* h : {run->h_tokens[k], run->h_targets[k]})
             memmove(h + (size_t)b * T, h + (size_t)b * run->T, T * sizeof(int));
@@ -235,30 +246,35 @@ static size_t load_batch(Run* run, Loader* loader, size_t count, int T)
 static void train_step(Run* run)
 {
     int slot = (int)(run->step % STEPS_IN_FLIGHT);
-    CUDA_CHECK(cudaEventRecord(run->step_begun[slot], run->zero.compute));
+    profile_step_begin(slot);
     if (run->comm.watch != nullptr) run->comm.watch->step = run->step + 1;
     size_t asked_before = run->comm.asked_bytes;
     long faults_before = page_faults();
     zero_step_begin(&run->zero);
-    size_t position = loader_position(run->train);
     int G = (int)step_micro_steps(run, run->step), T = step_seq_len(run, run->step);
-    if ((size_t)G != run->train->config.G) loader_seek(run->train, position, (size_t)G);
+    size_t position = 0;
+    if (run->train != nullptr) {
+        position = loader_position(run->train);
+        if ((size_t)G != run->train->config.G) loader_seek(run->train, position, (size_t)G);
+    }
     StepConfig config = run->config;
     config.nominal_toks = (double)run->B * G * run->comm.num_ranks * T;
     float dloss = (float)(1.0 / config.nominal_toks);
     run->model.drops = true;
     for (int micro = 0; micro < G; micro++) {
+        phase_micro_begin();
         load_batch(run, run->train, (size_t)micro, T);
         run->model.first_sequence = position + ((size_t)micro * run->comm.num_ranks + run->comm.rank) * run->B;
         model_train_micro(&run->model, run->B, T, dloss, micro, G);
         print_bar(run, micro);
     }
+    phase_micro_end();
     run->model.drops = false;
     zero_step_ask(&run->zero, signals_take());
     zero_step_end(&run->zero, config, optimizer_config(run->flags), slot);
     run->step_asked_bytes += run->comm.asked_bytes - asked_before;
     run->step_page_faults[slot] = page_faults() - faults_before;
-    CUDA_CHECK(cudaEventRecord(run->step_ended[slot], run->zero.compute));
+    profile_step_end();
 }
 
 /* Every rank comes here at the same step. */
@@ -275,11 +291,12 @@ static void train_step(Run* run)
 static void finish_step(Run* run, size_t step, const char* hash)
 {
     int slot = (int)((step - 1) % STEPS_IN_FLIGHT);
-    float took_ms;
-    CUDA_CHECK(cudaEventSynchronize(run->step_ended[slot]));
-    CUDA_CHECK(cudaEventElapsedTime(&took_ms, run->step_begun[slot], run->step_ended[slot]));
+    double phases_ms[NUM_PHASES];
+    profile_step_wait(slot);
+    double took_ms = profile_phases_ms(slot, phases_ms);
     const StepState* s = &run->zero.h_state[slot];
     print_step(run, s, step, slot, took_ms * 1e-3);
+    log_phases(&run->log, phases_ms);
     if (hash != nullptr) log_text(&run->log, "state_hash", hash);
     log_end(&run->log);
     run->seen_skip = s->skip == Skip::NONFINITE;
@@ -355,7 +372,8 @@ static void train(Run* run)
 {
     const Flags* f = run->flags;
     run->on_terminal = on_terminal();
-    size_t unread = run->step + 1;   // first step whose result has not been seen
+    size_t first = run->step, unread = first + 1;   // first step whose result has not been seen
+    trace_open(run);
     if (run->val_due) evaluate_and_say(run);
     while (run->step < run->num_steps && run->ask != Ask::END) {
         train_step(run);
@@ -365,6 +383,7 @@ static void train(Run* run)
         bool saves = f->out[0] && (last || run->ask != Ask::NONE || (f->save_every > 0 && step % f->save_every == 0));
         bool evals = last || (f->eval_every > 0 && step % f->eval_every == 0);
         bool hashes = last || saves || (f->hash_every > 0 && step % f->hash_every == 0);
+        trace_poll(run, step - first, false);
         bool waits = evals || hashes || run->seen_skip || run->ask != Ask::NONE;
         size_t settled = waits ? step : step - 1;       // else the newest is left for next time
         char hash[32] = "";
@@ -387,6 +406,7 @@ static void train(Run* run)
         if (saves) ask_outside_step(run);
     }
     save_poll(run, true);
+    trace_poll(run, run->step - first, true);
     if (run->ask == Ask::END)
         SAY("asked to end: stops after step %zu%s\n", run->step,
             f->out[0] ? ", which is saved" : "; nothing is saved without -o");
@@ -459,7 +479,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     device_init(&run->device, run->comm.host_rank, run->comm.host_num_ranks, (size_t)f->device_mb);
     choose_resume(run, resume_path);
     const char* model_name = f->model[0] ? f->model : resume_path[0] ? resume_path : DEFAULT_MODEL;
-    if (trains || f->eval || (f->plan && access(f->data, R_OK) == 0)) open_data(run);
+    if ((trains && !f->bench) || f->eval || (f->plan && access(f->data, R_OK) == 0)) open_data(run);
     choose_model(run, model_name, run->train_set.num_files > 0 ? (int)run->train_set.files[0].vocab_size : 0);
     choose_tokenizer(run, model_name);
     int context = run->model.config.context;
@@ -467,10 +487,14 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     ENSURE(run->T <= context, "-t %d is longer than the model's context of %d positions: lower it", run->T, context);
     dropout_refuse(run);
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
+    if (f->plan || f->auto_) device_measure_memory(&run->device);
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
-    if (f->elastic && resume_path[0]) batch_of_checkpoint(run, resume_path);
+    char told[4096];
+    bool resumes = resume_path[0] != 0, began = f->out[0] && path_exists(f->out, "run.json", told);
+    if (f->elastic && resumes) path_exists(resume_path, "state.json", told);
+    if (f->elastic && (resumes || began)) batch_of_run(run, told);
     else batch_arithmetic(run, run->comm.num_ranks);
-    model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
+    model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks, f->fp32_tensors);
     rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false, storage_from_flags(f)};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
@@ -483,6 +507,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
                                  run->global_batch);
     run->seq_ramp = ramp_parse("--seq-ramp", f->seq_ramp, 8, run->T);
     if (run->train_set.num_files > 0) open_loaders(run);
+    if (f->bench) run->num_steps = bench_total_steps(f);
     run->config = step_config(run);
     if (!f->plan) {
         comm_init_nccl(&run->comm);
@@ -506,10 +531,6 @@ static void run_allocate(Run* run)
     zero_start(&run->zero);
     model_start(&run->model);
     for (int k = 0; k < 2; k++) CUDA_CHECK(cudaEventCreateWithFlags(&run->batch_copied[k], cudaEventDisableTiming));
-    for (int k = 0; k < STEPS_IN_FLIGHT; k++) {
-        CUDA_CHECK(cudaEventCreate(&run->step_begun[k]));
-        CUDA_CHECK(cudaEventCreate(&run->step_ended[k]));
-    }
     StepState state = step_state_init(run->config, first_loss_scale(run->flags));
     CUDA_CHECK(cudaMemcpy(run->zero.state, &state, sizeof state, cudaMemcpyHostToDevice));
 }
@@ -521,9 +542,8 @@ static void run_free(Run* run)
     if (run->train != nullptr) loader_close(run->train);
     if (run->val != nullptr) loader_close(run->val);
     CUDA_CHECK(cudaDeviceSynchronize());
-    for (cudaEvent_t event : {run->batch_copied[0], run->batch_copied[1], run->step_begun[0], run->step_begun[1],
-                              run->step_ended[0], run->step_ended[1]})
-        CUDA_CHECK(cudaEventDestroy(event));
+    for (cudaEvent_t event : run->batch_copied) CUDA_CHECK(cudaEventDestroy(event));
+    profile_free();
     saver_free(&run->saver);
     if (run->model.offloads) offload_free(&run->model.inputs);
     zero_free(&run->zero);
@@ -551,6 +571,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
     if (trains || f->plan) print_start(run, model_name);
     if (f->plan) return;
     ensure_same_start(run);
+    Ceilings ceilings = f->bench ? ceilings_measure(run) : Ceilings{};
     run_allocate(run);
     if (resume_path[0] && trains) resume(run, resume_path);
     else weights_start(run, resume_path[0] ? resume_path : model_name, f->from_scratch && !resume_path[0]);
@@ -573,6 +594,8 @@ void RUN_ALL(const Flags* f, Comm* comm)
     } else if (f->eval) {
         ENSURE(run->has_val, "--eval needs validation shards: no val_*.bin in %s; give --val", f->data);
         evaluate_and_say(run);
+    } else if (f->bench) {
+        bench(run, ceilings, VERSION, model_name);
     } else {
         signals_begin();
         save_start(run);
@@ -594,7 +617,10 @@ static void refuse_what_is_not_there(const Flags* f)
         for (FlagIdx idx : {FLAG_loss_scale, FLAG_initial_scale_power, FLAG_loss_scale_window, FLAG_hysteresis,
                             FLAG_min_loss_scale, FLAG_consecutive_hysteresis})
             if (f->given[idx]) die_usage("%s is for -p fp16: leave it out", flag_long_name(&flag_rows[idx], name));
+    if (f->fp32_tensors[0] && strcmp(f->precision, "fp32") == 0)
+        die_usage("--fp32-tensors is for -p bf16 and fp16: in fp32 all tensors are; leave it out");
     rates_refuse(f);
+    bench_refuse(f);
     if (f->given[FLAG_gpu] && !f->plan) die_usage("--gpu goes with --plan; a run takes the GPU that is here");
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
     if ((f->given[FLAG_export_dtype] || f->given[FLAG_shard_bytes]) && !f->given[FLAG_export_])
@@ -606,9 +632,10 @@ static void refuse_what_is_not_there(const Flags* f)
     if (f->given[FLAG_min_lr] && f->min_lr > f->lr)
         die_usage("--min-lr %g is above the peak --lr %g: lower it", f->min_lr, f->lr);
     int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_] +
-                f->given[FLAG_choices];
+                f->given[FLAG_choices] + f->bench;
     if (modes > 1)
-        die_usage("--plan, --eval, --choices, --generate, --prompts and --export are different modes: give one");
+        die_usage("--plan, --bench, --eval, --choices, --generate, --prompts and --export are different modes: give "
+                  "one");
 }
 
 /* The precisions that this binary holds, Makefile's PREC or this one alone, each for every one of its ISAs. */

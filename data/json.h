@@ -1,7 +1,7 @@
 /* json.h: JSON files, read through cJSON with messages that name the file, the place and the key; written by hand.
  *
  *   cJSON* j = json_parse_file(path);              syntax errors are refused with line and column; cJSON_Delete(j)
- *   cJSON* j = json_parse(text, length, file);     the same for text in memory
+ *   cJSON* j = json_parse(text, length, file);     the same for text in memory that a zero byte ends
  *   json_get(j, key)                               the value of an object's key, null without it; keys keep their case
  *   json_int(j, key, min, max, file)               required; json_float json_string json_bool json_object json_array
  *   json_int_or(j, key, fallback, min, max, file)  optional: missing or null gives the fallback; same for the others

@@ -49,6 +49,7 @@ static_assert(sizeof safe_dtypes / sizeof *safe_dtypes == (size_t)SafeDtype::COU
 
 #define SAFE_MAX_DIMS 8
 #define SAFE_MAX_HEADER_BYTES ((size_t)100 * 1000 * 1000)      // the library's own limit
+#define SAFE_DIRECT_BYTES ((size_t)4096)     // what goes past the page cache lies and ends at multiples of this
 
 typedef struct {
     const char* name;
@@ -62,6 +63,7 @@ typedef struct {
 typedef struct {
     char* path;
     int fd;
+    int direct_fd;               // files we write: past the page cache; -1 where the file system cannot
     size_t num_bytes;
     char* header;                // files we write: the 8 bytes of the length and the header
     size_t header_bytes;
@@ -244,6 +246,7 @@ static inline void safe_read_file(SafeTensors* st, const char* path)
     SafeFile* file = &st->files[file_idx];
     memset(file, 0, sizeof *file);
     file->path = strdup(path);
+    file->direct_fd = -1;
     file->fd = open(path, O_RDONLY | O_CLOEXEC);
     ENSURE(file->fd >= 0, "%s: cannot be opened: %s", path, strerror(errno));
     struct stat stat_of;
@@ -347,7 +350,7 @@ static inline SafeTensors* safetensors_open(const char* path)
 static inline void safetensors_close(SafeTensors* st)
 {
     for (size_t i = 0; i < st->num_files; i++) {
-        if (st->files[i].fd >= 0) close(st->files[i].fd);
+        for (int fd : {st->files[i].fd, st->files[i].direct_fd}) if (fd >= 0) close(fd);
         free(st->files[i].path);
         free(st->files[i].header);
     }
@@ -539,7 +542,7 @@ static inline SafeTensors* safetensors_plan(const char* path, const SafeTensor* 
         size_t end = first;
         while (end < count && st->tensors[end].file_idx == f) end++;
         SafeFile* file = &st->files[f];
-        file->fd = -1;
+        file->fd = file->direct_fd = -1;
         file->path = (char*)malloc_checked(length + 32);
         snprintf(file->path, length + 32, "%.*s-%05zu-of-%05zu.safetensors", (int)stem, path, f + 1, st->num_files);
         if (st->num_files == 1) strcpy(file->path, path);
@@ -553,7 +556,7 @@ static inline SafeTensors* safetensors_plan(const char* path, const SafeTensor* 
 
 /* ---------------------------------------------------------------- writing */
 
-static inline void safe_write_range(const SafeFile* file, const void* data, size_t size_bytes, size_t offset)
+static inline void safe_write_cached(const SafeFile* file, const void* data, size_t size_bytes, size_t offset)
 {
     for (size_t done = 0; done < size_bytes;) {
         ssize_t n = pwrite(file->fd, (const char*)data + done, size_bytes - done, (off_t)(offset + done));
@@ -565,11 +568,34 @@ static inline void safe_write_range(const SafeFile* file, const void* data, size
     }
 }
 
+/* Whole pages go past the page cache, which spares a copy and what it costs to forget it again, if `data` lies at the
+ * same place in a page as in the file. The rest of a page may be another rank's: both write into the cache's page. What
+ * cannot go directly, goes through the cache, which then says why it fails. */
+static inline void safe_write_range(const SafeFile* file, const void* data, size_t size_bytes, size_t offset)
+{
+    size_t lead = -offset % SAFE_DIRECT_BYTES, done = 0;
+    if (file->direct_fd >= 0 && size_bytes > lead && ((uintptr_t)data - offset) % SAFE_DIRECT_BYTES == 0) {
+        safe_write_cached(file, data, lead, offset);
+        size_t pages_bytes = (size_bytes - lead) / SAFE_DIRECT_BYTES * SAFE_DIRECT_BYTES;
+        ssize_t n = pages_bytes == 0 ? 0 : pwrite(file->direct_fd, (const char*)data + lead, pages_bytes,
+                                                  (off_t)(offset + lead));
+        done = lead + (n > 0 ? (size_t)n : 0);
+    }
+    safe_write_cached(file, (const char*)data + done, size_bytes - done, offset + done);
+}
+
+/* `mode` is O_CREAT | O_TRUNC for the rank that makes it. */
+static inline bool safe_open_to_write(SafeFile* file, int mode)
+{
+    file->fd = open(file->path, O_RDWR | O_CLOEXEC | mode, 0666);
+    if (file->fd >= 0) file->direct_fd = open(file->path, O_WRONLY | O_DIRECT | O_CLOEXEC);
+    return file->fd >= 0;
+}
+
 /* The room is taken at once where the file system can, so that a full disk is met here and not in the middle. */
 static inline void safe_create_file(SafeFile* file)
 {
-    file->fd = open(file->path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    ENSURE(file->fd >= 0, "%s: cannot be created: %s", file->path, strerror(errno));
+    ENSURE(safe_open_to_write(file, O_CREAT | O_TRUNC), "%s: cannot be created: %s", file->path, strerror(errno));
     int result = fallocate(file->fd, 0, 0, (off_t)file->num_bytes);
     if (result != 0 && (errno == ENOSPC || errno == EDQUOT || errno == EFBIG)) {
         int why = errno;
@@ -595,10 +621,8 @@ static inline void safetensors_create_files(SafeTensors* st)
 static inline void safetensors_open_files(SafeTensors* st)
 {
     for (size_t i = 0; i < st->num_files; i++) {
-        SafeFile* file = &st->files[i];
-        file->fd = open(file->path, O_RDWR | O_CLOEXEC);
-        ENSURE(file->fd >= 0, "%s: cannot be opened for writing: %s; it was created by another rank: is the folder "
-               "shared between the hosts?", file->path, strerror(errno));
+        ENSURE(safe_open_to_write(&st->files[i], 0), "%s: cannot be opened for writing: %s; it was created by another "
+               "rank: is the folder shared between the hosts?", st->files[i].path, strerror(errno));
     }
 }
 

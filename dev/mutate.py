@@ -73,6 +73,7 @@ SPARED = {
     "zero/offload.h: CUDA_CHECK(cudaEventRecord(o->loaded[k], o->h2d));: event record: wrong stream": "the same",
     "zero/stages.h: CUDA_CHECK(cudaEventRecord(z->states_copied, z->d2h));: event record: wrong stream": "the same",
     "zero/stages.h: CUDA_CHECK(cudaStreamSynchronize(z->compute));": PAGEABLE,
+    "zero/account.h: CUDA_CHECK(cudaStreamSynchronize(z->compute));": PAGEABLE,
     "train_gpt.cu: CUDA_CHECK(cudaStreamSynchronize(z->compute));": PAGEABLE,
     "choices.cuh: CUDA_CHECK(cudaStreamSynchronize(stream));": PAGEABLE,
     "choices.cuh: CUDA_CHECK(cudaStreamSynchronize(m->zero->compute));": PAGEABLE,

@@ -17,34 +17,41 @@
 #include "cpu/device.h"
 #endif
 
+/* A GPU: dense 16-bit tensor-core peak with fp32 accumulation, fp32 peak, memory bandwidth, link and network adapter
+ * in one direction, memory; what of the peak large products reach, and what attention by mma.sync does with long
+ * sequences and heads of 64. The last two are others' measurements where docs/benchmarks.md names them */
+typedef struct {
+    const char* name;
+    double tensor16_tflops, fp32_tflops, memory_gbps, link_gbps, network_gbps, memory_gb;
+    double product_share, attention_tflops;
+} GpuRow;
+
+/* The first row whose name is in the card's. */
+static const GpuRow gpu_rows[] = {
+    {"GB200", 2500, 80, 8000, 900, 50, 186, 0.72, 330},
+    {"B200", 2250, 75, 8000, 900, 50, 180, 0.72, 330},
+    {"GH200", 989.4, 67, 4900, 450, 50, 144, 0.72, 300},
+    {"H200", 989.4, 67, 4800, 450, 50, 141, 0.72, 300},
+    {"H100 PCIe", 756, 51, 2000, 64, 25, 80, 0.72, 230},
+    {"H100", 989.4, 67, 3350, 450, 50, 80, 0.72, 300},
+    {"A100-SXM", 312, 19.5, 2039, 300, 25, 80, 0.85, 180},
+    {"A100", 312, 19.5, 1935, 32, 25, 80, 0.8, 170},
+    {"L40S", 362, 91.6, 864, 32, 12.5, 48, 0.7, 190},
+    {"L4", 121, 30.3, 300, 32, 12.5, 24, 0.6, 60},
+    {"A10G", 70, 31.5, 600, 32, 12.5, 24, 0.8, 38},
+    {"RTX 4090", 165.2, 82.6, 1008, 32, 1.25, 24, 0.9, 90},
+    {"RTX 3090", 71, 35.6, 936, 32, 1.25, 24, 0.9, 38},
+    {"RTX 5090", 209.5, 104.8, 1792, 64, 1.25, 32, 0.9, 115},
+};
+
 typedef struct Device {
     char name[256];
+    const GpuRow* row;        // null: a CPU, or a card that is not in the table
     double peak_flops;        // of floatX per rank; 0 if not known
     double memory_gbps, link_gbps;   // 0 if not known
     int num_threads;          // host threads per rank
     size_t memory_bytes;
 } Device;
-
-typedef struct { const char* name; double tensor16_tflops, fp32_tflops, memory_gbps, link_gbps, memory_gb; } GpuRow;
-
-/* The first row whose name is in the card's. 16-bit tensor-core peak with fp32 accumulation, fp32 peak, memory's
- * bandwidth, link in one direction, memory. */
-static const GpuRow gpu_rows[] = {
-    {"GB200", 2500, 80, 8000, 900, 186},
-    {"B200", 2250, 75, 8000, 900, 180},
-    {"GH200", 989.4, 67, 4900, 450, 144},
-    {"H200", 989.4, 67, 4800, 450, 141},
-    {"H100 PCIe", 756, 51, 2000, 64, 80},
-    {"H100", 989.4, 67, 3350, 450, 80},
-    {"A100-SXM", 312, 19.5, 2039, 300, 80},
-    {"A100", 312, 19.5, 1935, 32, 80},
-    {"L40S", 362, 91.6, 864, 32, 48},
-    {"L4", 121, 30.3, 300, 32, 24},
-    {"A10G", 70, 31.5, 600, 32, 24},
-    {"RTX 4090", 165.2, 82.6, 1008, 32, 24},
-    {"RTX 3090", 71, 35.6, 936, 32, 24},
-    {"RTX 5090", 209.5, 104.8, 1792, 64, 32},
-};
 
 static double now_s(void)
 {
@@ -87,7 +94,38 @@ static double cpu_peak_flops(int num_threads)
     }
     return 2.0 * 12 * (sizeof(vf) / 4) * repeats * num_threads / best_s;
 }
+
+/* b = a * s + b over arrays far larger than the caches, in bytes of a and b each way: the optimizer's pattern. */
+static double cpu_triad_gbps(int num_threads)
+{
+    const long n = 16 << 20;
+    double best_s = 1e30;
+    float *a = (float*)malloc_checked(n * sizeof *a), *b = (float*)malloc_checked(n * sizeof *b);
+    for (int run = 0; run < 6; run++) {                  // the first brings in the pages
+        double start = now_s();
+        #pragma omp parallel for num_threads(num_threads) schedule(static)
+        for (long i = 0; i < n; i += VF) {
+            if (run == 0) vf_store(a + i, vf_set(1.0f)), vf_store(b + i, vf_set(2.0f));
+            else vf_store(b + i, vf_load(a + i) * vf_set(0.5f) + vf_load(b + i));
+        }
+        double took = now_s() - start;
+        if (run > 0 && took < best_s) best_s = took;
+    }
+    free(a);
+    free(b);
+    return 3.0 * sizeof(float) * n / best_s * 1e-9;
+}
 #endif
+
+/* For estimates, which alone need it: takes 0.1 s. */
+static void device_measure_memory(Device* d)
+{
+#ifdef DEVICE_CPU
+    d->memory_gbps = cpu_triad_gbps(d->num_threads);
+#else
+    (void)d;
+#endif
+}
 
 /* Host threads of one of `host_num_ranks` ranks: cores / ranks, never more than the launcher bound this rank to.
  * OMP_NUM_THREADS wins. */
@@ -110,6 +148,7 @@ static int host_threads(int host_num_ranks)
 
 static void device_rate(Device* d, const GpuRow* row)
 {
+    d->row = row;
     d->peak_flops = (sizeof(floatX) == 2 ? row->tensor16_tflops : row->fp32_tflops) * 1e12;
     d->memory_gbps = row->memory_gbps;
     d->link_gbps = row->link_gbps;

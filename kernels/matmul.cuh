@@ -317,9 +317,13 @@ static __global__ void matmul_backward_bias_add_kernel(float* dbias, const float
 
 #endif
 
+/* What a product moves at least: two operands in, a result out. */
+static double matmul_bytes(double N, double IC, double OC) { return (N * IC + IC * OC + N * OC) * sizeof(floatX); }
+
 static void matmul_forward(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias, int N, int IC,
                            int OC, Layout layout, cudaStream_t stream)
 {
+    OP(stream, 2.0 * N * IC * OC, matmul_bytes(N, IC, OC), N, IC, OC);
     ON_CPU(matmul_forward_cpu(out, inp, weight, bias, N, IC, OC, layout));
 #ifndef DEVICE_CPU
     const MatmulEpilogue add_bias = {CUBLASLT_EPILOGUE_BIAS, bias, nullptr};
@@ -334,6 +338,7 @@ static void matmul_forward(floatX* out, const floatX* inp, const floatX* weight,
 static void matmul_forward_gelu(floatX* out, floatX* pre, const floatX* inp, const floatX* weight, const floatX* bias,
                                 int N, int IC, int OC, Layout layout, Gelu kind, cudaStream_t stream)
 {
+    OP(stream, 2.0 * N * IC * OC, matmul_bytes(N, IC, OC) + 1.0 * N * OC * sizeof(floatX), N, IC, OC);
 #ifndef DEVICE_CPU
     const MatmulEpilogue add_bias_gelu = {CUBLASLT_EPILOGUE_GELU_AUX_BIAS, bias, pre};
     if (kind == Gelu::TANH && bias != nullptr &&
@@ -346,6 +351,8 @@ static void matmul_forward_gelu(floatX* out, floatX* pre, const floatX* inp, con
 static void matmul_backward_input(floatX* dinp, const floatX* dout, const floatX* weight, int N, int IC, int OC,
                                   Layout layout, bool accumulate, cudaStream_t stream)
 {
+    OP(stream, 2.0 * N * IC * OC, matmul_bytes(N, IC, OC) + (accumulate ? 1.0 : 0.0) * N * IC * sizeof(floatX), N, IC,
+       OC);
     ON_CPU(matmul_backward_input_cpu(dinp, dout, weight, N, IC, OC, layout, accumulate));
 #ifndef DEVICE_CPU
     const float beta = accumulate ? 1.0f : 0.0f;
@@ -356,6 +363,7 @@ static void matmul_backward_input(floatX* dinp, const floatX* dout, const floatX
 static void matmul_backward_input_gelu(floatX* dpre, const floatX* dout, const floatX* weight, const floatX* pre, int N,
                                        int IC, int OC, Layout layout, Gelu kind, cudaStream_t stream)
 {
+    OP(stream, 2.0 * N * IC * OC, matmul_bytes(N, IC, OC) + 1.0 * N * IC * sizeof(floatX), N, IC, OC);
 #ifndef DEVICE_CPU
     const MatmulEpilogue slope = {CUBLASLT_EPILOGUE_DGELU, nullptr, pre};
     if (kind == Gelu::TANH && matmul_lt_backward_input(dpre, dout, weight, N, IC, OC, layout, 0.0f, slope, stream))
@@ -368,6 +376,7 @@ static void matmul_backward_input_gelu(floatX* dpre, const floatX* dout, const f
 static void matmul_backward_weight(float* dweight, float* dbias, float* scratch, const floatX* dout, const floatX* inp,
                                    int N, int IC, int OC, Layout layout, cudaStream_t stream)
 {
+    OP(stream, 2.0 * N * IC * OC, N * ((double)IC + OC) * sizeof(floatX) + 2.0 * IC * OC * sizeof(float), N, IC, OC);
     ON_CPU((void)scratch, matmul_backward_weight_cpu(dweight, dbias, dout, inp, N, IC, OC, layout));
 #ifndef DEVICE_CPU
     int num_parts = 1;

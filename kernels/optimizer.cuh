@@ -13,7 +13,8 @@
  * LAMB and Muon take two passes with something between them that sees whole tensors; each pass is a rule of its own.
  * shapes  param (n) floatX; sums (tensors,2) double; master, grad, and m and v where the rule has them, (n) stored as
  *         Values says (values.cuh):
- *         master   FP32: param is it rounded to nearest; in fp32 they are one.   SPLIT: its upper half is param.
+ *         master   FP32: param is it rounded to nearest; in fp32 they are one; null: the model uses the master.
+ *                  SPLIT: its upper half is param.
  *                  BF16: it is param: there is no master, and the new weight is rounded at random
  *         m v      FP32, or BF16 rounded at random       grad     FP32 or floatX's
  * writes  param = master = m = v =; MUON_MOMENTUM grad =; lamb_norms sums +=
@@ -68,7 +69,7 @@ struct OptimizerConfig {
     uint64_t seed;                                   // of random roundings
 };
 
-/* What a step reads and changes. */
+/* What a step reads and changes. param null: the model uses the master. */
 struct OptimizerArrays {
     floatX* param;
     Values master, m, v, grad;
@@ -76,8 +77,9 @@ struct OptimizerArrays {
 
 static OptimizerArrays optimizer_arrays_from(const OptimizerArrays& a, size_t first)
 {
-    return OptimizerArrays{a.param + first, values_from(a.master, first), values_from(a.m, first),
-                           values_from(a.v, first), values_from(a.grad, first)};
+    floatX* param = a.param != nullptr ? a.param + first : nullptr;
+    return OptimizerArrays{param, values_from(a.master, first), values_from(a.m, first), values_from(a.v, first),
+                           values_from(a.grad, first)};
 }
 
 /* For fp32 states and gradients; master null: param is it. */
@@ -93,7 +95,7 @@ HOSTDEV bool rounds_at_random(const OptimizerArrays& a)
 }
 
 /* Is the weight that the model uses kept beside the master? */
-HOSTDEV bool has_copy(const OptimizerArrays& a) { return (void*)a.param != a.master.at; }
+HOSTDEV bool has_copy(const OptimizerArrays& a) { return a.param != nullptr && (void*)a.param != a.master.at; }
 
 /* The key of this step's random bits; of an element's 64, the weight takes the lowest 16, then m, then v. */
 enum { RANDOM_WEIGHT = 0, RANDOM_M = 16, RANDOM_V = 32 };
@@ -367,14 +369,30 @@ optimizer_kernel(OptimizerArrays a, OptimizerRuns runs, OptimizerConfig config, 
 
 #endif
 
+/* What a rule moves: of one element, and of how many. */
+static double optimizer_bytes(Rule rule, const OptimizerArrays& a)
+{
+    const double visits = writes_states(rule) ? 2 : 1, copy = has_copy(a) ? sizeof(floatX) : 0;
+    return (reads_param(rule) ? 2 * value_bytes(a.master) + copy : 0) +
+           (reads_m(rule) ? visits * value_bytes(a.m) : 0) + (reads_v(rule) ? visits * value_bytes(a.v) : 0) +
+           (reads_grad(rule) + writes_grad(rule)) * value_bytes(a.grad);
+}
+static size_t optimizer_elems(const OptimizerRuns* runs)
+{
+    size_t n = 0;
+    for (int run = 0; run < runs->num_runs; run++)
+        if (!runs->left_out[run]) n += runs->end[run] - (run > 0 ? runs->end[run - 1] : 0);
+    return n;
+}
+
 /* One rule over all runs, in one launch. sums is LAMB's. */
 template <Rule rule> static void optimizer_update(const OptimizerArrays& a, const OptimizerRuns* runs,
                                                   OptimizerConfig config, const double* sums, const StepState* state,
                                                   cudaStream_t stream)
 {
-    bool all_left_out = true;
-    for (int run = 0; run < runs->num_runs; run++) all_left_out = all_left_out && runs->left_out[run];
-    if (all_left_out) return;
+    const size_t num_updated = optimizer_elems(runs);
+    if (num_updated == 0) return;
+    OP(stream, 0, optimizer_bytes(rule, a) * num_updated, num_updated);
     ON_CPU(optimizer_update_cpu<rule>(a, runs, config, sums, state));
 #ifndef DEVICE_CPU
     const size_t n = runs_elems(runs);
@@ -463,6 +481,7 @@ static void lamb_norms(double* sums, double* scratch, Values master, Values m, V
                        float eps, cudaStream_t stream)
 {
     if (runs->num_runs == 0) return;
+    OP(stream, 0, (value_bytes(master) + value_bytes(m) + value_bytes(v)) * runs_elems(runs), runs_elems(runs));
     ON_CPU(lamb_norms_cpu(sums, scratch, master, m, v, runs, eps));
 #ifndef DEVICE_CPU
     LAUNCH(lamb_norms_kernel, dim3(LAMB_PARTS, runs->num_runs), OPTIMIZER_BLOCK, 0, stream, scratch, master, m, v,

@@ -3,7 +3,8 @@
 #   scripts/supervise.sh RANKS [--hostfile FILE] [--min-ranks N] [--retries N] ./train_gpt -o FOLDER ARGS...
 # A rank that was killed or gives no sign of life is not counted on again: the next start has one less for each. With a
 # hostfile (lines of "HOST slots=N") the hosts that answer are counted before each start. Fewer ranks keep the global
-# batch: --elastic changes the micro-steps, and the number of ranks is lowered until it divides the batch.
+# batch: --elastic changes the micro-steps, and the number of ranks is lowered until it divides the batch, and the batch
+# that --batch-ramp begins with.
 # It gives up after --retries (3) starts in a row that have made no checkpoint, and at a usage error (exit code 2).
 # SIGTERM, SIGINT and SIGUSR2 end the run after a save, SIGUSR1 saves: mpirun gets them as what it passes on.
 set -uo pipefail
@@ -23,12 +24,14 @@ while [ $# -gt 0 ]; do
     esac
 done
 [ $# -gt 0 ] || usage
-command=("$@") out="" previous=""
+command=("$@") out="" first_batch=0 previous=""
 for word in "$@"; do
     case $previous:$word in
         -o:* | --out:*) out=$word ;;
         *:--out=*) out=${word#--out=} ;;
         *:-o?*) out=${word#-o} out=${out#=} ;;
+        --batch-ramp:[1-9]*:*) first_batch=${word%%:*} ;;
+        *:--batch-ramp=[1-9]*:*) first_batch=${word#--batch-ramp=} first_batch=${first_batch%%:*} ;;
     esac
     previous=$word
 done
@@ -73,10 +76,9 @@ while :; do
         launch+=(--host "$hosts")
     fi
     before=$(checkpoint)
-    if [ -n "$before" ]; then
-        batch=$(grep -oE '"global_batch": [0-9]+' "$before/state.json" | tr -dc 0-9)
-        while [ "$ranks" -gt 1 ] && [ $((batch % ranks)) != 0 ]; do ranks=$((ranks - 1)); done
-    fi
+    batch=$(cat "$out/run.json" "$before/state.json" 2> /dev/null | grep -oE '"global_batch": [0-9]+' | tail -n 1)
+    batch=$(tr -dc 0-9 <<< "${batch:-0}")
+    while [ "$ranks" -gt 1 ] && [ $((batch % ranks + first_batch % ranks)) != 0 ]; do ranks=$((ranks - 1)); done
     [ "$ranks" -ge "$min_ranks" ] || { say "$ranks ranks remain, --min-ranks is $min_ranks: given up"; exit 1; }
     say "$ranks ranks, from ${before:-the beginning}"
     "${launch[@]}" -np "$ranks" "${command[@]}" --resume auto --elastic 2> >(tee "$err" >&2) &

@@ -238,6 +238,27 @@ def test_flipped_bit_elsewhere(tmp_path, saved):
         shutil.rmtree(out)
 
 
+def test_without_state_json(tmp_path, saved):
+    """A folder step_N that has lost its state.json is no checkpoint: `--resume auto` says so and takes the one before,
+    `--resume FOLDER` takes that too; where there is none before, the run does not start anew over it."""
+    folder, whole = saved
+    out = tmp_path / "run"
+    args = flags(folder, 6, "-b", 12)[3:]
+    shutil.copytree(whole.folder, out)
+    (out / "step_00000006" / "state.json").unlink()
+    assert "step_00000004: step 4" in train_gpt("--resume", out, *args, out=tmp_path / "elsewhere").out
+    run = train_gpt("--resume", "auto", *args, out=out)
+    assert f"damaged {out / 'step_00000006' / 'state.json'}: cannot be opened" in run.out
+    assert "going back" in run.out and "step_00000004: step 4" in run.out
+    assert checkpoints(out) == ["step_00000002", "step_00000004", "step_00000006", "step_00000006.damaged"]
+    assert [entry["step"] for entry in lines_of(out)] == [1, 2, 3, 4, 5, 6]
+    assert run.series("loss") == whole.series("loss")
+    for step in (2, 4, 6):
+        (out / f"step_0000000{step}" / "state.json").unlink()
+    run = train_gpt("--resume", "auto", *args, out=out, ok=False)
+    assert run.code == 1 and "every checkpoint there is damaged" in run.complaint[0]
+
+
 def test_another_model_or_optimizer(tmp_path, saved):
     """What does not fit is refused, not set aside as damaged."""
     folder, whole = saved
@@ -262,8 +283,9 @@ def test_all_damaged(tmp_path, saved):
 
 # ---- anywhere ---------------------------------------------------------------------------------------------------
 def test_resume_anywhere(tmp_path, device):
-    """1 rank, 3, 5, 2, 1, each at another stage: the losses of an unbroken run, files of one size, reads by share."""
-    chain = [(1, 0), (3, 2), (5, 1), (2, 3), (1, 0)] if device == "cpu" or FULL else [(1, 0), (3, 2), (1, 0)]
+    """1 rank, 3, 5, 2, 1, each at another stage, and 3 at stage 0: the losses of an unbroken run, files of one size,
+    reads by share."""
+    chain = [(1, 0), (3, 2), (5, 1), (2, 3), (1, 0), (3, 0)] if device == "cpu" or FULL else [(1, 0), (3, 2), (2, 0)]
     num_steps = 3 * len(chain)
     whole = train_gpt(*flags(tmp_path, num_steps, "-b", 30), out=tmp_path / "whole", device=device)
     sizes, out = set(), tmp_path / "run"

@@ -205,6 +205,25 @@ def test_supervise(folder):
     assert [entry["loss"] for entry in log] == pytest.approx(unbroken.series("loss"), rel=1e-5)
 
 
+@pytest.mark.parametrize("stops", ["before the first checkpoint", "after it"])
+def test_supervise_ramp(folder, stops):
+    """Of three ranks one is killed, and what --batch-ramp begins with does not divide over two: one rank goes on, with
+    the batch that the run was started with. Two, given by hand, are refused with numbers."""
+    args = flags(folder, "-g", 4, "-n", 40, "--batch-ramp", "3:10", "--save-every", 30 if stops[0] == "b" else 10, "-z",
+                 2, "--timeout", 20, micro_batch=1)
+    process = supervise(folder, 3, *args, "-o", folder / "run")
+    while not list((folder / "run").glob("step_*0" if stops[0] == "a" else "run.json")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(ranks_of(launcher_of(process.pid))[1], signal.SIGKILL)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert "1 ranks lost" in out and "supervise: 1 ranks, from" in out and "supervise: done" in out
+    assert out.count("batch   12 sequences") == 2
+    two = train_gpt(*args, "--resume", "auto", "--elastic", ranks=2, out=folder / "run", ok=False, **ONE_THREAD)
+    assert two.code == 1 and "or of 3 where --batch-ramp begins, does not divide over 2 ranks" in two.complaint[0]
+
+
 def test_supervise_gives_up(folder):
     bad = folder / "nowhere"
     process = supervise(folder, 2, "-d", bad, "-o", folder / "run", more=["--retries", "2"])
@@ -255,6 +274,30 @@ def test_nonfinite_is_named(folder, ranks, stage):
     assert "step 10: the gradient is not finite, 10 times in a row" in run.complaint[0]
     assert run.code == 1 and skipped[0][1] in run.complaint[0]
     assert (folder / "run" / "step_00000002" / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("ranks,stage", [(1, 0), (3, 2)])
+def test_good_checkpoint_stays(folder, ranks, stage):
+    """A NaN at a position that sequences reach with step 7: saved at every step with --keep 2, what is saved of the
+    steps that are skipped pushes no checkpoint out that was made before; a run goes on from the last good one."""
+    config = gpt2_config(V, 24, T, L=2, NH=3)
+    tensors = init.gpt2_weights(config, 1)
+    tensors["transformer.wpe.weight"][12] = np.nan
+    args = ["-m", model_write(folder / "bad", config, tensors), "-d", folder / "data", "-b", 2, "-z", stage,
+            "--schedule", "constant", "--warmup", 0, "--sample-tokens", 0, "--save-every", 1, "--keep", 2]
+    reaches, stays = [*args, "--seq-ramp", "8:6"], [*args, "--seq-ramp", "8:99"]
+    good = train_gpt(*reaches, "-n", 6, ranks=ranks, out=folder / "good", **ONE_THREAD).checkpoint(6)
+    run = train_gpt(*reaches, "-n", 50, ranks=ranks, out=folder / "run", ok=False, **ONE_THREAD)
+    assert run.code == 1 and "step 16: the gradient is not finite, 10 times in a row" in run.complaint[0]
+    assert run.series("skipped") == 6 * [0] + 10 * [1]
+    kept = [int(path.name[5:]) for path in sorted(folder.glob("run/step_*[0-9]"))]
+    assert kept[:3] == [5, 6, 7] and not folder.joinpath("good", "step_00000004").exists()
+    for path in good.iterdir():
+        assert path.read_bytes() == (run.checkpoint(6) / path.name).read_bytes(), path.name
+    rest = train_gpt(*stays, "-n", 9, "--resume", run.checkpoint(6), ranks=ranks, out=folder / "rest", **ONE_THREAD)
+    unbroken = train_gpt(*stays, "-n", 9, ranks=ranks, out=folder / "unbroken", **ONE_THREAD)
+    assert len(rest.log) == 3 and rest.series("loss") == unbroken.series("loss")[6:]
+    assert rest.log[-1]["state_hash"] == unbroken.log[-1]["state_hash"]
 
 
 def spiky(folder, deviations=4):

@@ -28,7 +28,7 @@ def moved(folder, family, layers, rows, precision):
     shard_write(folder / "data" / "train_000000.bin", init.tokens(2 * ROWS + 1, 97, 3), 97)
     run = train_gpt("-m", folder, "--from-scratch", "-d", folder / "data", "-n", 1, "-b", rows // T, "-t", T,
                     "-p", precision, "--sample-tokens", 0, device="emu", EMU_COUNT="moved", OMP_NUM_THREADS="1")
-    return {name: int(size) for name, size in re.findall(r"^moved by \(?(.*?)\)?: (\d+) bytes$", run.err, re.M)}
+    return {name: int(size) for name, size in re.findall(r"^moved by \(?(.*?)\)?: (\d+) bytes in", run.err, re.M)}
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -4,8 +4,9 @@
  *                     optimizer.safetensors  NAME.m and NAME.v for each tensor, fp32
  *                     state.json             step, data position, counters, what the run was: RunState; and checksums
  *                     tokenizer.json         if there is one
- * Any rank count and stage resumes any other: each rank reads what its stage keeps, and no more. How it is written,
- * while training goes on, is in save.h. A folder that is called step_N and nothing more is complete.
+ * Any rank count and stage resumes any other: each rank reads its slice, and at stage 0 gets those of the others from
+ * them. How it is written, while training goes on, is in save.h. A folder that is called step_N and nothing more is
+ * complete; without state.json it was changed since, and is damaged.
  *
  * Checksums, in state.json, each 16 hex digits:
  *   "tensors"  of every tensor of both files: tensor_sum (weights.h), the same for any number of ranks
@@ -19,7 +20,7 @@
 typedef struct RunState {
     size_t step;                        // steps done, skipped ones included
     size_t position_windows;            // of the data stream
-    size_t num_applied, num_skipped;    // StepState
+    size_t num_applied, num_skipped, num_skipped_in_a_row;    // StepState
     bool has_loss_scale;                // fp16; the rest of StepState is then valid too
     double loss_scale;
     int num_good_steps, hysteresis_left;
@@ -107,40 +108,45 @@ static uint64_t json_hash(const cJSON* j)
 /* state.json, if it and the files it tells of are as they were written; the tensors are not looked at. */
 static cJSON* checkpoint_open(const char* folder)
 {
-    char path[4200], hex[HEX_BYTES];
+    char path[4200], file[4200], hex[HEX_BYTES];
     snprintf(path, sizeof path, "%s/state.json", folder);
     cJSON* j = json_parse_file(path);
     long long format = json_int(j, "format", 1, JSON_MAX_INT, path);
     if (format != 2) return j;   // load_counters refuses what is later
     cJSON* check = cJSON_DetachItemFromObjectCaseSensitive(j, "check");
-    ENSURE(cJSON_IsString(check) && strcmp(check->valuestring, hex_text(json_hash(j), hex)) == 0,
-           "%s: is not as it was written: its checksum is %s, it says %s", path, hex,
-           cJSON_IsString(check) ? check->valuestring : "nothing");
+    const char* says = cJSON_IsString(check) ? check->valuestring : "nothing";
+    ENSURE(strcmp(says, hex_text(json_hash(j), hex)) == 0,
+           "%s: is not as it was written: its checksum is %s, it says %s", path, hex, says);
     cJSON_Delete(check);
     for (const cJSON* want = json_object(j, "files", path)->child; want != nullptr; want = want->next) {
-        snprintf(path, sizeof path, "%s/%s", folder, want->string);
-        cJSON* have = file_print(path);
-        long long have_bytes = json_int(have, "bytes", 0, JSON_MAX_INT, path);
-        long long want_bytes = json_int(want, "bytes", 0, JSON_MAX_INT, path);
-        ENSURE(have_bytes == want_bytes, "%s: has %lld bytes, was written with %lld", path, have_bytes, want_bytes);
+        ENSURE(strchr(want->string, '/') == nullptr, "%s: \"files\" names %s, which is in another folder", path,
+               want->string);
+        snprintf(file, sizeof file, "%s/%s", folder, want->string);
+        cJSON* have = file_print(file);
+        long long have_bytes = json_int(have, "bytes", 0, JSON_MAX_INT, file);
+        long long want_bytes = json_int(want, "bytes", 0, JSON_MAX_INT, file);
+        ENSURE(have_bytes == want_bytes, "%s: has %lld bytes, was written with %lld", file, have_bytes, want_bytes);
         ENSURE(cJSON_Compare(have, want, true), "%s: is not as it was written: its checksum is %s, state.json says %s",
-               path, json_string(have, "hash", path), json_string(want, "hash", path));
+               file, json_string(have, "hash", file), json_string(want, "hash", file));
         cJSON_Delete(have);
     }
     return j;
 }
 
 // ------------------------------------------------------------------------------------------------------- which one
-/* N of "step_N", -1 for any other name. */
+/* N of "step_N", with at least 8 digits as checkpoint_path writes it; -1 for any other name. */
 static long long checkpoint_step(const char* name)
 {
+    char again[64];
     long long step;
-    int end = 0;
-    return sscanf(name, "step_%lld%n", &step, &end) == 1 && name[end] == 0 ? step : -1;
+    if (sscanf(name, "step_%lld", &step) != 1) return -1;
+    snprintf(again, sizeof again, "step_%08lld", step);
+    return strcmp(again, name) == 0 ? step : -1;
 }
 
-/* Steps of the complete checkpoints in a run folder, from the newest; returns how many. *steps is to be freed. */
-static int checkpoint_list(const char* out, long long** steps)
+/* Steps of the checkpoints in a run folder, from the newest, without those that have no state.json if `complete`;
+ * returns how many. *steps is to be freed. */
+static int checkpoint_list(const char* out, bool complete, long long** steps)
 {
     int count = 0, room = 0;
     *steps = nullptr;
@@ -150,7 +156,7 @@ static int checkpoint_list(const char* out, long long** steps)
         long long step = checkpoint_step(entry->d_name);
         char file[4096 + 300];
         snprintf(file, sizeof file, "%s/%s/state.json", out, entry->d_name);
-        if (step < 0 || access(file, R_OK) != 0) continue;
+        if (step < 0 || (complete && access(file, R_OK) != 0)) continue;
         if (count == room) {
             room = 2 * room + 8;
             *steps = (long long*)realloc(*steps, room * sizeof **steps);
@@ -170,8 +176,8 @@ static void checkpoint_path(char (&path)[4096], const char* out, size_t step, co
     ENSURE(n < (int)sizeof path, "%s: the name is too long", out);
 }
 
-/* `folder` is a checkpoint, or holds step_* folders: the one with the highest step. */
-static bool checkpoint_find(const char* folder, char (&path)[4096])
+/* `folder` is a checkpoint, or holds step_* folders: the one with the highest step; see checkpoint_list. */
+static bool checkpoint_find(const char* folder, bool complete, char (&path)[4096])
 {
     char file[4200];
     snprintf(file, sizeof file, "%s/state.json", folder);
@@ -180,7 +186,7 @@ static bool checkpoint_find(const char* folder, char (&path)[4096])
         return true;
     }
     long long* steps;
-    int count = checkpoint_list(folder, &steps);
+    int count = checkpoint_list(folder, complete, &steps);
     if (count > 0) checkpoint_path(path, folder, (size_t)steps[0], "");
     free(steps);
     return count > 0;
@@ -218,6 +224,7 @@ static void state_json_write(const RunState* s, const Zero* z, const uint64_t* s
     json_add_int(j, "position_windows", (long long)s->position_windows);
     json_add_int(j, "num_applied", (long long)s->num_applied);
     json_add_int(j, "num_skipped", (long long)s->num_skipped);
+    json_add_int(j, "num_skipped_in_a_row", (long long)s->num_skipped_in_a_row);
     if (s->has_loss_scale) {
         json_add_float(j, "loss_scale", s->loss_scale);
         json_add_int(j, "num_good_steps", s->num_good_steps);
@@ -282,6 +289,7 @@ static void load_counters(const CheckpointLoad* l)
     s->position_windows = (size_t)json_int(j, "position_windows", 0, JSON_MAX_INT, path);
     s->num_applied = (size_t)json_int(j, "num_applied", 0, JSON_MAX_INT, path);
     s->num_skipped = (size_t)json_int(j, "num_skipped", 0, JSON_MAX_INT, path);
+    s->num_skipped_in_a_row = (size_t)json_int_or(j, "num_skipped_in_a_row", 0, 0, JSON_MAX_INT, path);
     s->loss_scale = json_float_or(j, "loss_scale", 0, 0, 1e300, path);
     s->has_loss_scale = s->loss_scale > 0;
     s->num_good_steps = (int)json_int_or(j, "num_good_steps", 0, 0, INT_MAX, path);
@@ -301,17 +309,6 @@ static void load_counters(const CheckpointLoad* l)
                             json_float(spikes, "norm_variance", 0, 1e300, path)};
 }
 
-/* The global batch of the run that the checkpoint is of. */
-static size_t checkpoint_global_batch(const char* folder)
-{
-    char path[4200];
-    snprintf(path, sizeof path, "%s/state.json", folder);
-    cJSON* j = json_parse_file(path);
-    size_t batch = (size_t)json_int(j, "global_batch", 1, 1 << 30, path);
-    cJSON_Delete(j);
-    return batch;
-}
-
 /* The optimizer states of what this rank updates. */
 static void load_optimizer(CheckpointLoad* l)
 {
@@ -322,19 +319,14 @@ static void load_optimizer(CheckpointLoad* l)
     SafeTensors* files = safetensors_open(path);
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
-        Range part = tensor_part(t, zero_owned(z, t->unit));
-        for (int state = STATE_M; state < NUM_STATES && part.count > 0; state++) {
+        for (int state = STATE_M; state < NUM_STATES; state++) {
             state_name(name, t, state);
             if (!state_is_kept(z, state, t)) continue;
             const SafeTensor* st = safetensors_get(files, name);
             ensure_shape(files, st, t);
-            for (size_t done = 0, n; done < part.count; done += n) {
-                n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
-                size_t first = tensor_file_place(t, part.first) + done;
-                safetensors_read_f32(files, st, first, n, z->bounce);
-                l->sums[state * s->num_tensors + tensor_first_piece(s, i)] += tensor_sum(z->bounce, first, n);
-                zero_state_from_host(z, (StateKind)state, t->unit, part.first + done, n, z->bounce);
-            }
+            watch_move(z->comm->watch, "reading a tensor", tensor_elems(t));
+            state_read(z, (StateKind)state, t, files, st,
+                       &l->sums[state * s->num_tensors + tensor_first_piece(s, i)]);
         }
     }
     l->read_bytes += files->num_read_bytes;
@@ -383,7 +375,7 @@ static bool checkpoint_load(Zero* z, const char* folder, bool tied, RunState* st
         load_counters(&l);
         load_optimizer(&l);
     }
-    if (well && zero_slices_states(z)) comm_sum_host(z->comm, l.sums, num_sums);
+    if (well) comm_sum_host(z->comm, l.sums, num_sums);
     well = well && comm_all_well(z->comm, attempt(load_verify, &l, why), why);
     if (well) zero_params_loaded(z);
     *read_bytes = l.read_bytes;

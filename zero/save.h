@@ -76,12 +76,13 @@ static Values state_saved(const Saver* s, int state, const Tensor* t, Range part
 }
 
 // ---------------------------------------------------------------------------------------- the phases, in the thread
-/* Removes what need not be kept. A folder that is being removed is no checkpoint from the first moment on. */
+/* Removes what need not be kept; nothing while steps are being skipped for an Inf or NaN, since then the newest are not
+ * the good ones. A folder that is being removed is no checkpoint from the first moment on. */
 static void save_prune(const Saver* s)
 {
-    if (s->config.keep == 0) return;
+    if (s->config.keep == 0 || s->state.num_skipped_in_a_row > 0) return;
     long long* steps;
-    int count = checkpoint_list(s->config.out, &steps);
+    int count = checkpoint_list(s->config.out, true, &steps);
     for (int i = (int)s->config.keep; i < count; i++) {
         char path[4096], temporary[4096];
         if (s->config.keep_every > 0 && steps[i] % (long long)s->config.keep_every == 0) continue;
@@ -104,13 +105,14 @@ static void save_create(Saver* s)
 
 static void save_write(Saver* s)
 {
-    const size_t chunk_elems = 1 << 18;   // still in the cache when it is written
+    const size_t room_bytes = 1 << 20;    // still in the cache when it is written
     const Shard* shard = s->zero->shard;
     if (s->zero->comm->rank != 0) {
         safetensors_open_files(s->weights);
         safetensors_open_files(s->optimizer);
     }
-    float* chunk = (float*)malloc_checked(chunk_elems * sizeof(float));
+    char* room = (char*)aligned_alloc(SAFE_DIRECT_BYTES, room_bytes);
+    ENSURE(room != nullptr, "out of host memory: %zu bytes asked for", room_bytes);
     char name[STATE_NAME_BYTES];
     for (int i = 0; i < NUM_STATES * shard->num_tensors; i++) {
         int state = i / shard->num_tensors;
@@ -124,14 +126,18 @@ static void save_write(Saver* s)
         state_name(name, t, state);
         const SafeTensor* st = safetensors_get(files, name);
         for (size_t done = 0, n; done < part.count; done += n) {
-            n = part.count - done < chunk_elems ? part.count - done : chunk_elems;
             size_t first = tensor_file_place(t, part.first) + done;
-            for (size_t k = 0; k < n; k++) chunk[k] = value_load(values, done + k);
+            size_t lead = (st->offset + first * sizeof(float)) % SAFE_DIRECT_BYTES;
+            size_t fits = (room_bytes - lead) / sizeof(float);
+            n = part.count - done < fits ? part.count - done : fits;
+            float* chunk = (float*)(room + lead);          // as in the file, so that whole pages can go directly
+            if (values.dtype == Dtype::FP32) memcpy(chunk, (const float*)values.at + done, n * sizeof(float));
+            else for (size_t k = 0; k < n; k++) chunk[k] = value_load(values, done + k);
             sums[tensor_first_piece(shard, t_idx)] += tensor_sum(chunk, first, n);
             safetensors_write_f32(files, st, first, n, chunk);
         }
     }
-    free(chunk);
+    free(room);
     safetensors_sync(s->weights);
     safetensors_sync(s->optimizer);
 }

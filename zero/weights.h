@@ -1,5 +1,5 @@
-/* weights.h: the weights of a model from a Hugging Face folder and into one. Each rank reads what it updates and writes
- * its slice, piece by piece through one bounce buffer: no tensor is ever whole in host memory. The files are those of
+/* weights.h: the weights of a model from a Hugging Face folder and into one. Each rank reads and writes its slice,
+ * piece by piece through one bounce buffer: no tensor is ever whole in host memory. The files are those of
  * safetensors.h, single or sharded, F32, F16 or BF16; what is written is rounded from the fp32 master where there is
  * one. q, k and v in one tensor or in three are a matter of the model's table: joined tensors lie as one matrix.
  * Not handled: ranks that do not share the folder. */
@@ -72,9 +72,33 @@ static uint64_t tensor_sum(const float* values, size_t first, size_t count)
     return sum;
 }
 
+/* A state of tensor t from its file: of each rank's slice what that rank reads. Where states are not sliced, all ranks
+ * get it from there, so that each byte is read once. Adds tensor_sum of what this rank has read to *sum, unless it is
+ * null. */
+static void state_read(Zero* z, StateKind kind, const Tensor* t, const SafeTensors* files, const SafeTensor* st,
+                       uint64_t* sum)
+{
+    const Comm* c = z->comm;
+    const bool sliced = zero_slices_states(z);
+    for (int reader = 0; reader < c->num_ranks; reader++) {
+        if (sliced && reader != c->rank) continue;
+        Range part = tensor_part(t, shard_slice(z->shard, t->unit, reader));
+        for (size_t done = 0, n; done < part.count; done += n) {
+            n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
+            size_t first = tensor_file_place(t, part.first) + done;
+            if (reader == c->rank) {
+                safetensors_read_f32(files, st, first, n, z->bounce);
+                if (sum != nullptr) *sum += tensor_sum(z->bounce, first, n);
+            }
+            if (!sliced) comm_broadcast_host(c, z->bounce, n * sizeof(float), reader);
+            zero_state_from_host(z, kind, t->unit, part.first + done, n, z->bounce);
+        }
+    }
+}
+
 /* The weights of what this rank updates from the folder's model.safetensors; whole units are not gathered yet. Adds
- * tensor_sum of what was read to sums (num_tensors; pieces to their first), unless it is null. Returns the bytes read
- * of tensors. */
+ * tensor_sum of what this rank has read to sums (num_tensors; pieces to their first), unless it is null. Returns the
+ * bytes that it has read of tensors. */
 static size_t weights_read(Zero* z, const char* folder, bool tied, uint64_t* sums)
 {
     const Shard* s = z->shard;
@@ -85,15 +109,7 @@ static size_t weights_read(Zero* z, const char* folder, bool tied, uint64_t* sum
         ENSURE(st != nullptr, "%s: has no tensor %s, which config.json asks for", files->path, t->name);
         ensure_shape(files, st, t);
         watch_move(z->comm->watch, "reading a tensor", tensor_elems(t));
-        Range part = tensor_part(t, zero_owned(z, t->unit));
-        for (size_t done = 0; done < part.count; ) {
-            size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
-            size_t first = tensor_file_place(t, part.first) + done;
-            safetensors_read_f32(files, st, first, n, z->bounce);
-            if (sums != nullptr) sums[tensor_first_piece(s, i)] += tensor_sum(z->bounce, first, n);
-            zero_state_from_host(z, STATE_WEIGHTS, t->unit, part.first + done, n, z->bounce);
-            done += n;
-        }
+        state_read(z, STATE_WEIGHTS, t, files, st, sums != nullptr ? &sums[tensor_first_piece(s, i)] : nullptr);
     }
     for (size_t i = 0; i < files->num_tensors; i++) {
         const char* name = files->tensors[i].name;

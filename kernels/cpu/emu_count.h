@@ -7,7 +7,7 @@
 struct Request { uint64_t key; uint32_t block, lanes; uint64_t addr[32]; uint8_t bytes[32]; };
 struct Occurrence { uint64_t key; uint32_t block, count; };
 struct Counted { EmuTraffic traffic[4]; };           // of a place: 2*shared + write
-struct OpTraffic { const char* name; EmuTraffic traffic; };   // of all runs of a kernel or library call
+struct OpTraffic { const char* name; EmuTraffic traffic; uint32_t last_run; uint64_t num_runs; };   // of a kernel
 struct DeviceAllocation { const char* p; size_t size_bytes; EmuTraffic traffic; };
 
 static Request* requests;
@@ -199,6 +199,14 @@ static OpTraffic* op_traffic_of(const char* name)
     return recent;
 }
 
+static void op_traffic_add(const char* name, const EmuTraffic* t)
+{
+    OpTraffic* o = op_traffic_of(name);
+    o->num_runs += o->last_run != op_begin;
+    o->last_run = op_begin;
+    traffic_add(&o->traffic, t);
+}
+
 /* Before the cells of an access by a kernel are updated: which bytes has its block, its operation not touched yet? */
 static void count_first_touches(const void* p, const Cell* first, const Cell* last, Access access)
 {
@@ -210,7 +218,7 @@ static void count_first_touches(const void* p, const Cell* first, const Cell* la
     }
     if (t.block_bytes == 0) return;
     traffic_add(&total, &t);
-    traffic_add(&op_traffic_of(kernel_name)->traffic, &t);
+    op_traffic_add(kernel_name, &t);
     if (EmuTraffic* of = traffic_of(p)) traffic_add(of, &t);
 }
 
@@ -222,7 +230,7 @@ static void count_library(const void* p, size_t size_bytes, Access access, const
     t.block_bytes = t.op_bytes = size_bytes;
     t.sectors = t.ideal_sectors = (size_bytes + 31) / 32;
     traffic_add(&total, &t);
-    traffic_add(&op_traffic_of(name)->traffic, &t);
+    op_traffic_add(name, &t);
     if (EmuTraffic* of = traffic_of(p)) traffic_add(of, &t);
 }
 
@@ -268,7 +276,8 @@ __attribute__((destructor)) static void count_print(void)
 {
     if (!counting || counted == nullptr || getenv("EMU_COUNT") == nullptr) return;
     for (const OpTraffic* o = op_traffics; o < op_traffics + num_op_traffics; o++)
-        fprintf(stderr, "moved by %s: %llu bytes\n", o->name, (unsigned long long)o->traffic.block_bytes);
+        fprintf(stderr, "moved by %s: %llu bytes in %llu runs\n", o->name, (unsigned long long)o->traffic.block_bytes,
+                (unsigned long long)o->num_runs);
     if (strcmp(getenv("EMU_COUNT"), "moved") == 0) return;
     CountLine* lines = (CountLine*)calloc((size_t)num_places * 4, sizeof(CountLine));
     if (lines == nullptr) return;

@@ -13,6 +13,7 @@
 #define pcre2_jit_compile(code, options) 0
 #include "choices.cuh"
 #include "generate.cuh"
+#include "zero/checkpoint.h"
 
 static char folder[64];
 
@@ -55,7 +56,7 @@ static void fuzz_config(const char* text, size_t length)
     config_read(&config, put("config.json", text, length));
     Shard shard;
     if (config.L <= 40) {
-        model_tensors(&shard, &config, 3);
+        model_tensors(&shard, &config, 3, "");
         shard_free(&shard);
     }
     free((void*)config.hf_text);
@@ -121,6 +122,7 @@ static void fuzz_tokenizer(const char* text, size_t length)
 }
 
 static Tokenizer* prompt_tokenizer;      // one token a byte
+static Zero tiny;                        // of the model d1 on one rank; it has no memory
 
 static void fuzz_prompts(const char* text, size_t length)
 {
@@ -138,6 +140,52 @@ static void fuzz_prompts(const char* text, size_t length)
     Prompt prompt;
     while (prompt_read(&prompt, &model, &g)) free(prompt.ids);
     lines_close(&lines);
+}
+
+/* A line of multiple choice, up to the tokens of each of its texts. */
+static void fuzz_choices(const char* text, size_t length)
+{
+    enum { T = 8 };
+    static Model model;
+    int tokens[T], targets[T];
+    model.config.V = 256;
+    model.T = T;
+    Choices x = {&model, prompt_tokenizer, nullptr, nullptr, nullptr};
+    char* line = (char*)malloc_checked(length + 1);      // as getline() gives it: a zero byte behind
+    memcpy(line, text, length);
+    line[length] = 0;
+    ChoiceItem item = choice_parse(line, length, "line");
+    free(line);
+    for (const cJSON* ending = item.first; ending != nullptr; ending = ending->next)
+        if (choice_row(tokens, targets, &x, item.context, ending->valuestring, "line") > T) abort();
+    cJSON_Delete(item.json);
+}
+
+/* The state.json of a checkpoint, then the same with a checksum that is right: what it says is read, the files that it
+ * names are looked at, and the sums of the tensors compared with those of nothing. */
+static void fuzz_state(const char* text, size_t length)
+{
+    put("config.json", "{}", 2);
+    const char* path = put("state.json", text, length);
+    cJSON* json = json_parse_file(path);
+    if (cJSON_IsObject(json) && json_int_or(json, "format", 0, 0, 9, path) == 2) {
+        char hex[HEX_BYTES];
+        cJSON_DeleteItemFromObjectCaseSensitive(json, "check");
+        json_add_string(json, "check", hex_text(json_hash(json), hex));
+        JsonText right = {};
+        json_text_item(&right, json, 0);
+        put("state.json", right.text, right.length);
+        json_text_free(&right);
+    }
+    cJSON_Delete(json);
+    RunState state;
+    uint64_t* sums = (uint64_t*)calloc(NUM_STATES * (size_t)tiny.shard->num_tensors, sizeof *sums);
+    CheckpointLoad load = {&tiny, folder, true, false, sums, &state, nullptr, 0};
+    load_open(&load);
+    load_counters(&load);
+    load_verify(&load);
+    cJSON_Delete(load.json);
+    free(sums);
 }
 
 /* The log of a run that is resumed at step 5. */
@@ -165,7 +213,8 @@ typedef struct { const char* name; void (*parse)(const char* text, size_t length
 static const Target targets[] = {
     {"flags", fuzz_flags}, {"config", fuzz_config}, {"safetensors", fuzz_safetensors}, {"index", fuzz_index},
     {"shard", fuzz_shard}, {"tokenizer", fuzz_tokenizer}, {"sentencepiece", fuzz_tokenizer},
-    {"prompts", fuzz_prompts}, {"log", fuzz_log}, {"dsconfig", fuzz_dsconfig},
+    {"prompts", fuzz_prompts}, {"choices", fuzz_choices}, {"state", fuzz_state}, {"log", fuzz_log},
+    {"dsconfig", fuzz_dsconfig},
 };
 
 // ------------------------------------------------------------------------------------------------- what a refusal left
@@ -215,6 +264,19 @@ static Tokenizer* byte_tokenizer()
     return k;
 }
 
+static void tiny_make()
+{
+    static Config config;
+    static Shard shard;
+    static Comm comm;
+    config_preset(&config, "d1", 256, 8);
+    model_tensors(&shard, &config, 1);
+    comm.num_ranks = 1;
+    tiny.shard = &shard;
+    tiny.comm = &comm;
+    tiny.optimizer = optimizer_find("adamw");
+}
+
 static const Target* target;
 
 static void remove_folder()
@@ -234,6 +296,7 @@ extern "C" int LLVMFuzzerInitialize(int*, char*** argv)
     ENSURE(mkdtemp(folder) != nullptr, "%s: cannot be made: %s", folder, strerror(errno));
     atexit(remove_folder);
     prompt_tokenizer = byte_tokenizer();
+    tiny_make();
     die_abort = back;
     __sanitizer_install_malloc_and_free_hooks(on_malloc, on_free);
     return 0;

@@ -1,0 +1,381 @@
+/* cost.cuh: what one training step of a planned run does, on paper: each operation by the name of its launcher, how
+ * often, its floating-point operations, and the bytes that it must at least move. It goes the way of passes.cuh and
+ * zero/update.h without doing anything; test_cost.py holds it to what a run does.
+ *   step_cost   the table of a rank's step     costs_sum   of some rows of it
+ *
+ * flops  of products and attention alone: 2 for each multiply-add that the launcher is asked for. The padding of the
+ *        vocabulary counts, and so does what is made again.
+ * bytes  what each operand and result takes, once: the cost line of the operation's header. Left out are what all rows
+ *        share (weights of norms, biases, the table of rotary embedding) and what is small beside a row (statistics).
+ * Collectives are not here: zero_wire_bytes has their bytes. */
+#pragma once
+#include "passes.cuh"
+#include "zero/update.h"
+
+enum class Part { FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER };
+static const char* const part_names[] = {"forward", "backward", "recompute", "optimizer"};
+
+typedef struct Cost {
+    Part part;
+    const char* op;           // the launcher
+    const char* product;      // of a product which one: qkv, attproj, fc, fcproj, head, muon; of others ""
+    int rows, inner, cols;    // of a product: (rows,inner) by (inner,cols), the largest
+    double calls, flops, bytes;
+} Cost;
+
+typedef struct Costs { Cost costs[96]; int num_costs; } Costs;
+
+/* Where the walk is: what is added counts `times`. */
+typedef struct CostWalk {
+    Costs* out;
+    const Model* m;
+    Part part;
+    double times;
+    size_t N;                 // rows of a micro-step
+} CostWalk;
+
+static constexpr double ELEM = sizeof(floatX);
+
+static Cost* cost_add(CostWalk* w, const char* op, double flops, double bytes, const char* product = "")
+{
+    Cost* c = w->out->costs;
+    Cost* end = c + w->out->num_costs;
+    while (c < end && (c->part != w->part || strcmp(c->op, op) != 0 || strcmp(c->product, product) != 0)) c++;
+    if (c == end) {
+        ENSURE(w->out->num_costs < (int)(sizeof w->out->costs / sizeof w->out->costs[0]), "cost: more than %d rows",
+               w->out->num_costs);
+        w->out->num_costs++;
+        *c = Cost{w->part, op, product, 0, 0, 0, 0, 0, 0};
+    }
+    c->calls += w->times;
+    c->flops += w->times * flops;
+    c->bytes += w->times * bytes;
+    return c;
+}
+
+static void cost_product(CostWalk* w, const char* op, const char* product, double rows, double inner, double cols,
+                         double bytes)
+{
+    if (w->times == 0) return;
+    Cost* c = cost_add(w, op, 2 * rows * inner * cols, bytes, product);
+    if (c->rows >= rows) return;
+    c->rows = (int)rows;
+    c->inner = (int)inner;
+    c->cols = (int)cols;
+}
+
+// ------------------------------------------------------------------------------------------------- parts of a block
+static void cost_linear_forward(CostWalk* w, const char* product, double N, double IC, double OC)
+{
+    cost_product(w, "matmul_forward", product, N, IC, OC, ELEM * (N * IC + IC * OC + N * OC));
+}
+
+static void cost_backward_weight(CostWalk* w, const char* product, double N, double IC, double OC)
+{
+    cost_product(w, "matmul_backward_weight", product, IC, N, OC, ELEM * (N * IC + N * OC) + 8 * IC * OC);
+}
+
+static void cost_backward_input(CostWalk* w, const char* product, double N, double IC, double OC, bool accumulate)
+{
+    cost_product(w, "matmul_backward_input", product, N, OC, IC,
+                 ELEM * (N * OC + IC * OC + (accumulate ? 2 : 1) * N * IC));
+}
+
+static void cost_linear_backward(CostWalk* w, const char* product, double N, double IC, double OC)
+{
+    cost_backward_weight(w, product, N, IC, OC);
+    cost_backward_input(w, product, N, IC, OC, false);
+}
+
+static void cost_norm_forward(CostWalk* w, bool adds)
+{
+    const char* op = is_llama(w->m) ? (adds ? "residual_rmsnorm_forward" : "rmsnorm_forward")
+                                    : (adds ? "residual_layernorm_forward" : "layernorm_forward");
+    cost_add(w, op, 0, ELEM * (adds ? 4 : 2) * (double)w->N * w->m->config.C);
+}
+
+static void cost_norm_backward(CostWalk* w)
+{
+    double bytes = ELEM * 4 * (double)w->N * w->m->config.C;
+    cost_add(w, is_llama(w->m) ? "rmsnorm_backward" : "layernorm_backward", 0, bytes);
+}
+
+static void cost_drop(CostWalk* w)
+{
+    if (w->m->dropout > 0) cost_add(w, "dropout", 0, ELEM * 2 * (double)w->N * w->m->config.C);
+}
+
+static void cost_rope(CostWalk* w, const char* op)
+{
+    const Config* c = &w->m->config;
+    if (is_llama(w->m)) cost_add(w, op, 0, ELEM * 2 * (double)w->N * (c->NH + c->NKV) * c->HS);
+}
+
+static void cost_attention_part(CostWalk* w)
+{
+    const Config* c = &w->m->config;
+    double N = (double)w->N, Q = (double)config_dim(c, Dim::Q), QKV = (double)config_dim(c, Dim::QKV);
+    cost_linear_forward(w, "qkv", N, c->C, QKV);
+    cost_rope(w, "rope_forward");
+    cost_add(w, "attention_forward", 2 * N * Q * (w->m->T + 1), ELEM * N * (QKV + Q) + 4 * N * c->NH);
+}
+
+static void cost_swiglu_forward(CostWalk* w)
+{
+    cost_add(w, "swiglu_forward", 0, ELEM * 3 * (double)w->N * w->m->config.F);
+}
+
+/* The exact GELU is a pass of its own; the other form is part of the product, which writes its argument too. */
+static void cost_mlp_part(CostWalk* w)
+{
+    const Config* c = &w->m->config;
+    double N = (double)w->N, C = c->C, F = c->F, fused = c->gelu == Gelu::TANH ? N * F : 0;
+    if (is_llama(w->m)) {
+        cost_linear_forward(w, "fc", N, C, 2 * F);
+        cost_swiglu_forward(w);
+        return;
+    }
+    cost_product(w, "matmul_forward_gelu", "fc", N, C, F, ELEM * (N * C + C * F + N * F + fused));
+    if (fused == 0) cost_add(w, "gelu_forward", 0, ELEM * 2 * N * F);
+}
+
+static void cost_block_forward(CostWalk* w, bool input_is_there)
+{
+    const Config* c = &w->m->config;
+    cost_norm_forward(w, !input_is_there);
+    cost_attention_part(w);
+    cost_linear_forward(w, "attproj", (double)w->N, (double)config_dim(c, Dim::Q), c->C);
+    cost_drop(w);
+    cost_norm_forward(w, true);
+    cost_mlp_part(w);
+    cost_linear_forward(w, "fcproj", (double)w->N, c->F, c->C);
+    cost_drop(w);
+}
+
+static void cost_block_restore(CostWalk* w)
+{
+    Recompute level = w->m->recompute;
+    if (level == Recompute::NONE || level == Recompute::BLOCKS) return;
+    for (int norm = 0; norm < 2; norm++) cost_norm_forward(w, false);
+    if (level >= Recompute::ATTENTION) cost_attention_part(w);
+    if (level >= Recompute::MLP) cost_mlp_part(w);
+    else if (is_llama(w->m)) cost_swiglu_forward(w);
+}
+
+static void cost_block_backward(CostWalk* w)
+{
+    const Config* c = &w->m->config;
+    double N = (double)w->N, C = c->C, F = c->F, Q = (double)config_dim(c, Dim::Q);
+    double QKV = (double)config_dim(c, Dim::QKV), fused = c->gelu == Gelu::TANH ? N * F : 0;
+    cost_drop(w);
+    cost_backward_weight(w, "fcproj", N, F, C);
+    if (is_llama(w->m)) {
+        cost_backward_input(w, "fcproj", N, F, C, false);
+        cost_add(w, "swiglu_backward", 0, ELEM * 5 * N * F);
+    } else {
+        cost_product(w, "matmul_backward_input_gelu", "fcproj", N, C, F, ELEM * (N * C + C * F + N * F + fused));
+        if (fused == 0) cost_add(w, "gelu_backward", 0, ELEM * 3 * N * F);
+    }
+    cost_linear_backward(w, "fc", N, C, fc_width(c));
+    cost_norm_backward(w);
+    cost_drop(w);
+    cost_linear_backward(w, "attproj", N, Q, C);
+    cost_add(w, "attention_backward", 5 * N * Q * (w->m->T + 1), ELEM * 2 * N * (QKV + Q) + 4 * N * c->NH);
+    cost_rope(w, "rope_backward");
+    cost_linear_backward(w, "qkv", N, C, QKV);
+    cost_norm_backward(w);
+}
+
+// ------------------------------------------------------------------------------------------------------- the passes
+/* The head as head_loss goes about it. */
+static void cost_head(CostWalk* w)
+{
+    const Config* c = &w->m->config;
+    for (size_t first = 0; first < w->N; first += w->m->head_rows) {
+        double rows = fmin((double)(w->N - first), w->m->head_rows), C = c->C, VP = c->VP;
+        w->part = Part::FORWARD;
+        cost_linear_forward(w, "head", rows, C, VP);
+        cost_add(w, "classifier", 0, ELEM * 2 * rows * VP);
+        w->part = Part::BACKWARD;
+        cost_backward_input(w, "head", rows, C, VP, false);
+        cost_backward_weight(w, "head", rows, C, VP);
+    }
+}
+
+/* The same for head_walk: up through the pieces, and down with the logits made again. */
+static void cost_head_walk(CostWalk* w)
+{
+    const Config* c = &w->m->config;
+    for (int index = 0; index < c->num_pieces; index++) {
+        int max_rows;
+        LogitsPiece piece = head_piece(w->m, index, &max_rows);
+        for (size_t first = 0; first < w->N; first += max_rows) {
+            double rows = fmin((double)(w->N - first), max_rows), C = c->C, VP = piece.stride;
+            w->part = Part::FORWARD;
+            cost_linear_forward(w, "head", rows, C, VP);
+            cost_add(w, "classifier_piece_forward", 0, ELEM * rows * VP);
+            w->part = Part::RECOMPUTE;
+            cost_linear_forward(w, "head", rows, C, VP);
+            w->part = Part::BACKWARD;
+            cost_add(w, "classifier_piece_backward", 0, ELEM * 2 * rows * VP);
+            cost_backward_input(w, "head", rows, C, VP, !piece.last);
+            cost_backward_weight(w, "head", rows, C, VP);
+        }
+    }
+}
+
+/* `add` for as many as there are. */
+static void cost_times(CostWalk* w, Part part, double times, void (*add)(CostWalk*))
+{
+    double before = w->times;
+    w->part = part;
+    w->times *= times;
+    if (times > 0) add(w);
+    w->times = before;
+}
+
+static void cost_first_block(CostWalk* w) { cost_block_forward(w, true); }
+static void cost_next_block(CostWalk* w) { cost_block_forward(w, false); }
+
+/* model_train_micro. Of the tokens as many as there are rows are taken to be different. */
+static void cost_micro(CostWalk* w)
+{
+    const Model* m = w->m;
+    const Config* c = &m->config;
+    double N = (double)w->N, C = c->C, pieces = c->num_pieces;
+    double segments = 0, restored = m->recompute == Recompute::BLOCKS ? 0 : c->L - 1;
+    for (int layer = 0; layer < c->L; layer++) segments += makes_segment_again(m, layer);
+    w->part = Part::FORWARD;
+    for (int piece = 0; piece < (m->walks_vocab ? c->num_pieces : 1); piece++)
+        cost_add(w, "embedding_rows", 0, piece == 0 ? ELEM * 2 * N * C : 0);
+    cost_drop(w);
+    cost_times(w, Part::FORWARD, 1, cost_first_block);
+    cost_times(w, Part::FORWARD, c->L - 1, cost_next_block);
+    cost_norm_forward(w, true);
+    if (m->walks_vocab) cost_head_walk(w);
+    else cost_head(w);
+    w->part = Part::FORWARD;
+    cost_add(w, "loss_accumulate", 0, 8 * N);
+    w->part = Part::BACKWARD;
+    cost_add(w, "cudaMemsetAsync", 0, ELEM * N * C);
+    cost_norm_backward(w);
+    cost_times(w, Part::RECOMPUTE, segments, cost_first_block);
+    cost_times(w, Part::RECOMPUTE, segments * (m->segment_layers - 1), cost_next_block);
+    cost_times(w, Part::RECOMPUTE, restored, cost_block_restore);
+    cost_times(w, Part::BACKWARD, c->L, cost_block_backward);
+    cost_drop(w);
+    double positions = c->family == Family::GPT2 ? 8.0 * m->T * C : 0;
+    for (int piece = 0; piece < c->num_pieces; piece++)
+        cost_add(w, "embedding_backward", 0, (ELEM * N * C + 8 * fmin(N, c->V) * C + positions) / pieces);
+}
+
+/* Gradients: cleared, summed over micro-steps in another type, and made what is sent. */
+static void cost_gradients(CostWalk* w)
+{
+    const Zero* z = w->m->zero;
+    double G = z->num_micro_steps;
+    w->part = Part::BACKWARD;
+    for (int u = 0; u < z->shard->num_units; u++) {
+        Storage storage = unit_storage(z, u);
+        double count = (double)z->shard->units[u].range.count, kept = (double)dtype_bytes(storage.grads);
+        bool in_ring = unit_in_ring(&z->grad_buckets, u), folds = unit_folds(z, u);
+        w->times = in_ring || folds ? G : 1;
+        cost_add(w, "cudaMemsetAsync", 0, 4 * count);
+        w->times = G;
+        if (folds) cost_add(w, "values_sum", 0, count * (4 + kept + kept * (G - 1) / G));
+        w->times = in_ring ? G : 1;
+        Dtype whole = folds ? storage.grads : Dtype::FP32;
+        if (z->comm->num_ranks > 1 && whole != storage.sent)
+            cost_add(w, "values_convert", 0, count * (double)(dtype_bytes(whole) + dtype_bytes(storage.sent)));
+    }
+}
+
+// ------------------------------------------------------------------------------------------------- end of the step
+/* What a step of an element moves: weights read, or written too with their copy for the model; a moment both ways. */
+typedef struct UpdateBytes { double reads, weights, moment; } UpdateBytes;
+
+static UpdateBytes update_bytes(const Zero* z, int u)
+{
+    Storage storage = unit_storage(z, u);
+    bool none = storage.master == FLOATX_DTYPE;
+    double copy = none || storage.master == Dtype::SPLIT || unit_is_fp32(z->shard, u) ? 0 : ELEM;
+    return UpdateBytes{none ? ELEM : 4, (none ? 2 * ELEM : 8) + copy, 2 * (double)dtype_bytes(storage.moments)};
+}
+
+/* The hidden matrices of Muon that are this rank's turn: all of them where it owns the gradients whole. */
+static void cost_muon(CostWalk* w)
+{
+    const Zero* z = w->m->zero;
+    const Shard* s = z->shard;
+    bool shares = z->stage > 0 && s->num_ranks > 1;
+    for (int idx = 0; idx < z->muon->num_tensors; idx++) {
+        if (shares && muon_rank(z, idx) != z->comm->rank) continue;
+        const Tensor* t = &s->tensors[z->muon->tensors[idx]];
+        double a = (double)t->shape[0], b = (double)t->shape[1] / t->num_fused, m = fmin(a, b), n = fmax(a, b);
+        w->times = t->num_fused;
+        cost_add(w, "muon_sum_squares", 0, 4 * m * n);
+        cost_add(w, "muon_copy", 0, (4 + ELEM) * m * n);
+        cost_add(w, "muon_copy", 0, (4 + ELEM) * m * n);
+        w->times *= MUON_ITERATIONS;
+        cost_product(w, "matmul_forward", "muon", m, n, m, ELEM * (2 * m * n + m * m));
+        cost_product(w, "matmul_forward", "muon", m, m, m, ELEM * 3 * m * m);
+        cost_add(w, "muon_combine", 0, ELEM * 3 * m * m);
+        cost_product(w, "matmul_forward", "muon", m, m, n, ELEM * (m * m + 2 * m * n));
+    }
+    w->times = 1;
+}
+
+/* zero_step_end, on what this rank owns. */
+static void cost_update(CostWalk* w)
+{
+    const Zero* z = w->m->zero;
+    Optimizer optimizer = z->optimizer->optimizer;
+    bool lamb = optimizer == Optimizer::LAMB;
+    w->part = Part::OPTIMIZER;
+    w->times = 1;
+    if (lamb) cost_add(w, "cudaMemsetAsync", 0, 16.0 * z->shard->num_tensors);
+    for (int u = 0; u < z->shard->num_units; u++) {
+        bool narrow = zero_slices_grads(z) || unit_folds(z, u);
+        UpdateBytes b = update_bytes(z, u);
+        double moments = b.moment * (z->optimizer->has_m + z->optimizer->has_v);
+        double grad = (double)dtype_bytes(narrow ? unit_storage(z, u).grads : Dtype::FP32);
+        double count = (double)zero_owned(z, u).count, hidden = 0;
+        double slice = (double)shard_slice(z->shard, u, z->comm->rank).count;
+        cost_add(w, "global_norm_accumulate", 0, grad * slice);
+        if (lamb) cost_add(w, "optimizer_update", 0, count * (grad + moments));
+        if (lamb) cost_add(w, "lamb_norms", 0, slice * (b.reads + moments / 2));
+        if (optimizer == Optimizer::MUON) hidden = (double)zero_v_gap(z, u, SIZE_MAX);
+        if (hidden > 0) cost_add(w, "optimizer_update", 0, hidden * (b.moment + 2 * grad));     // momentum
+        if (hidden > 0) cost_add(w, "optimizer_update", 0, hidden * (b.weights + grad));        // step
+        if (count > hidden)
+            cost_add(w, "optimizer_update", 0,
+                     (count - hidden) * (lamb ? b.weights + moments / 2 : b.weights + moments + grad));
+        if (unit_is_fp32(z->shard, u) && z->rounds_fp32)
+            cost_add(w, "weights_round", 0, (4 + ELEM) * (double)z->shard->units[u].range.count);
+    }
+    if (optimizer == Optimizer::MUON) cost_muon(w);
+}
+
+/* One step of this rank with full micro-batches and sequences. The model and its Zero are planned. */
+static void step_cost(Costs* out, const Model* m)
+{
+    *out = Costs{};
+    CostWalk walk = {out, m, Part::FORWARD, (double)m->zero->num_micro_steps, (size_t)m->B * m->T};
+    cost_micro(&walk);
+    cost_gradients(&walk);
+    cost_update(&walk);
+}
+
+/* All of a part; null: of all. */
+static Cost costs_sum(const Costs* costs, const Part* part)
+{
+    Cost sum = {};
+    for (int i = 0; i < costs->num_costs; i++) {
+        const Cost* c = &costs->costs[i];
+        if (part != nullptr && c->part != *part) continue;
+        sum.calls += c->calls;
+        sum.flops += c->flops;
+        sum.bytes += c->bytes;
+    }
+    return sum;
+}

@@ -1,0 +1,138 @@
+/* step_time.cuh: about how long a step takes: the costs of its operations (cost.cuh) at the rates that such operations
+ * reach by themselves. A projection: nothing here was fitted to a step.
+ *   step_time    seconds of a step of a planned run      costs_print   the same by operation
+ *
+ * GPU   product     flops / (product_share * peak) or its bytes, whichever is longer, + 8 us
+ *       attention   flops / (attention_tflops * T / (T + T0)), T0 300 forward and 600 backward; heads of 128 are faster
+ *       others      bytes / (0.87 * bandwidth) + 3 us
+ * CPU   flops as a share of the peak, bytes as one of the triad's bandwidth, both measured at the start: cpu_rates
+ * wire  bytes / link + 50 us a collective. Among more than 8 ranks the link is what 8 adapters of a host carry. With
+ *       overlap what the backward (gradients) and the forward (parameters) are long enough for costs nothing, but the
+ *       embeddings' gradient comes last and is waited for.
+ * What the rates are taken from is in docs/benchmarks.md. */
+#pragma once
+#include "cost.cuh"
+#include "kernels/device.cuh"
+
+static const double MEMORY_SHARE = 0.87, PRODUCT_S = 8e-6, KERNEL_S = 3e-6, COLLECTIVE_S = 50e-6;
+static const double LINK_SHARE = 0.81, NETWORK_SHARE = 0.75;
+enum { HOST_GPUS = 8 };
+
+typedef struct StepTime { double forward_s, backward_s, update_s, wire_s, exposed_s, step_s; } StepTime;
+
+/* Of the CPU's operations: shares of the peak (with flops) or of the triad's bandwidth, with 256 rows and with 1024, of
+ * attention with sequences of 64 and 1024. From test_ops --bench. */
+static const struct { const char* op; double few, many; } cpu_rates[] = {
+    {"matmul_forward", 0.85, 0.90},
+    {"matmul_forward_gelu", 0.80, 0.85},
+    {"matmul_backward_weight", 0.80, 0.90},
+    {"matmul_backward_input", 0.85, 0.90},
+    {"matmul_backward_input_gelu", 0.80, 0.85},
+    {"attention_forward", 0.30, 0.60},
+    {"attention_backward", 0.30, 0.60},
+};
+
+/* Where `n` stands between `few` and `many`, on a logarithmic scale: from 0 to 1. */
+static double between(double n, double few, double many) { return fmin(1, fmax(0, log(n / few) / log(many / few))); }
+
+static double cpu_seconds(const Device* d, const Cost* c, double N, double T)
+{
+    double share = 1, at = c->flops > 0 && !c->product[0] ? between(T, 64, 1024) : between(N, 256, 1024);
+    for (const auto& rate : cpu_rates)
+        if (strcmp(rate.op, c->op) == 0) share = rate.few + at * (rate.many - rate.few);
+    return c->flops > 0 ? c->flops / (share * d->peak_flops) : c->bytes / (share * d->memory_gbps * 1e9);
+}
+
+/* In 32 bits attention does not run on tensor cores. */
+static double gpu_attention_flops(const GpuRow* row, double T, int HS, bool backward)
+{
+    if (sizeof(floatX) == 4) return 0.4 * row->fp32_tflops * 1e12;
+    double rate = row->attention_tflops * (HS > 64 ? 1.13 : 1);
+    return 1e12 * (backward ? 0.68 * rate * T / (T + 600) : rate * T / (T + 300));
+}
+
+static double gpu_seconds(const Device* d, const Cost* c, double T, int HS)
+{
+    double memory_s = c->bytes / (MEMORY_SHARE * d->memory_gbps * 1e9);
+    if (c->product[0])
+        return fmax(c->flops / (d->row->product_share * d->peak_flops), memory_s) + c->calls * PRODUCT_S;
+    if (c->flops > 0) memory_s = c->flops / gpu_attention_flops(d->row, T, HS, strstr(c->op, "backward") != nullptr);
+    return memory_s + c->calls * KERNEL_S;
+}
+
+/* 0 where the device's rates are not known. */
+static double cost_seconds(const Device* d, const Model* m, const Cost* c)
+{
+    if (d->peak_flops <= 0 || d->memory_gbps <= 0) return 0;
+    if (d->row != nullptr) return gpu_seconds(d, c, m->T, m->config.HS);
+    return cpu_seconds(d, c, (double)m->B * m->T, m->T);
+}
+
+/* Bytes that a rank sends in a second. */
+static double wire_rate(const Device* d, int num_ranks)
+{
+    if (d->row == nullptr) return 0;
+    double network_gbps = NETWORK_SHARE * HOST_GPUS * d->row->network_gbps;
+    return 1e9 * (num_ranks <= HOST_GPUS ? LINK_SHARE * d->link_gbps : network_gbps);
+}
+
+static double wire_seconds(double rate, double bytes, double collectives)
+{
+    return bytes > 0 ? bytes / rate + collectives * COLLECTIVE_S : 0;
+}
+
+/* What of the collectives the step waits for. */
+static void wire_time(StepTime* t, const Zero* z, double rate)
+{
+    WireBytes bytes = zero_wire_bytes(z);
+    double G = z->num_micro_steps, grad_calls = 0, param_calls = 0;
+    for (int b = 0; b < z->grad_buckets.num_buckets; b++) grad_calls += bucket_in_ring(&z->grad_buckets, b) ? G : 1;
+    for (int b = 0; b < z->param_buckets.num_buckets; b++)
+        param_calls += bucket_in_ring(&z->param_buckets, b) ? 2 * G : 1;
+    double gradients_s = wire_seconds(rate, (double)bytes.gradients, grad_calls);
+    double parameters_s = wire_seconds(rate, (double)bytes.parameters, param_calls);
+    double others_s = wire_seconds(rate, (double)(bytes.sums + bytes.optimizer), bytes.optimizer > 0 ? 2 : 1);
+    double last = (double)bytes.gradients * z->shard->units[0].range.count / z->shard->num_elems;
+    double last_s = fmin(gradients_s, wire_seconds(rate, last / (zero_slices_grads(z) ? G : 1), 1));
+    t->wire_s = gradients_s + parameters_s + others_s;
+    t->exposed_s = t->wire_s;
+    if (!z->overlap) return;
+    double under_backward = zero_slices_grads(z) ? t->backward_s : t->backward_s / G;
+    if (z->stage == 3)
+        t->exposed_s = fmax(last_s, gradients_s + parameters_s - t->forward_s - under_backward);
+    else
+        t->exposed_s = fmax(last_s, gradients_s - under_backward) + fmax(0, parameters_s - t->forward_s / G);
+    t->exposed_s += others_s;
+}
+
+static StepTime step_time(const Device* d, const Model* m, const Costs* costs)
+{
+    StepTime t = {};
+    for (int i = 0; i < costs->num_costs; i++) {
+        const Cost* c = &costs->costs[i];
+        double* part_s = c->part == Part::FORWARD ? &t.forward_s : c->part == Part::OPTIMIZER ? &t.update_s
+                                                                                              : &t.backward_s;
+        *part_s += cost_seconds(d, m, c);
+    }
+    double rate = wire_rate(d, m->zero->comm->num_ranks);
+    if (rate > 0) wire_time(&t, m->zero, rate);
+    t.step_s = t.forward_s + t.backward_s + t.update_s + t.exposed_s;
+    return t;
+}
+
+/* One line for each operation, by parts. */
+static void costs_print(const Device* d, const Model* m, const Costs* costs, FILE* f)
+{
+    fprintf(f, "operations of a step and rank%s\n", d->memory_gbps > 0 ? ", times on paper" : "");
+    for (Part part : {Part::FORWARD, Part::BACKWARD, Part::RECOMPUTE, Part::OPTIMIZER}) {
+        for (int i = 0; i < costs->num_costs; i++) {
+            const Cost* c = &costs->costs[i];
+            if (c->part != part) continue;
+            fprintf(f, "  %-10s %-27s %-8s %7.0f calls %12.6g Gflop %12.6g MB", part_names[(int)part], c->op,
+                    c->product, c->calls, c->flops * 1e-9, c->bytes * 1e-6);
+            double seconds = cost_seconds(d, m, c);
+            if (seconds > 0) fprintf(f, " %10.4g ms", seconds * 1e3);
+            fprintf(f, "\n");
+        }
+    }
+}

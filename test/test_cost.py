@@ -1,0 +1,128 @@
+"""The table of a step's operations that --plan prints, against what is known from elsewhere: floating-point operations
+against the formula for a transformer, calls and bytes against what the checked emulator counts in a real step."""
+import json
+import re
+
+import init
+import pytest
+from util import ROOT, gpt2_config, llama_config, shard_write, train_gpt
+
+ROW = re.compile(r"^  (forward|backward|recompute|optimizer) +(\w+) +(\w*) +(\d+) calls +(\S+) Gflop +(\S+) MB", re.M)
+V, VP, C, NH, T, L, F_LLAMA = 97, 128, 64, 4, 16, 3, 176
+MODELS = {
+    "gpt2": (gpt2_config(V, C, T, L=L, NH=NH), 3 * C, C * (4 + 4) * C),
+    "llama": (llama_config(V, C, T, L=L, NH=NH, F=F_LLAMA, num_key_value_heads=2), 2 * C, C * 3 * F_LLAMA),
+}
+
+
+def model_folder(folder, family, tokens=T):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODELS[family][0]))
+    shard_write(folder / "data" / "train_000000.bin", init.tokens(tokens + 1, V, 3), V)
+    return folder
+
+
+def costs(folder, *flags, device="cpu", **env):
+    """[(part, operation, product, calls, flops, bytes)] of one step."""
+    run = train_gpt("--plan", "-m", folder, "-d", folder / "data", "-t", T, *flags, device=device, **env)
+    rows = [(part, op, product, int(calls), float(gflop) * 1e9, float(mb) * 1e6)
+            for part, op, product, calls, gflop, mb in ROW.findall(run.out)]
+    assert rows, run.out
+    return rows
+
+
+def flops_of(rows, **match):
+    fields = dict(part=0, op=1, product=2)
+    return sum(row[4] for row in rows if all(re.fullmatch(v, row[fields[k]]) for k, v in match.items()))
+
+
+# ---- floating-point operations -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", MODELS)
+def test_flops_are_six_for_each_weight_and_token(tmp_path, family):
+    _, QKV, mlp = MODELS[family]
+    B, G = 3, 5
+    rows = costs(model_folder(tmp_path / "m", family), "-b", B, "-g", G)
+    N, weights = B * G * T, L * (C * QKV + C * C + mlp) + VP * C
+    assert flops_of(rows, product=r"\w+") == pytest.approx(6 * N * weights, rel=1e-5)
+    attention = N * L * C * (T + 1)            # of one product over the causal half
+    assert flops_of(rows, op="attention_forward") == pytest.approx(2 * attention, rel=1e-5)
+    assert flops_of(rows, op="attention_backward") == pytest.approx(5 * attention, rel=1e-5)
+    assert flops_of(rows, part="recompute") == 0
+
+
+@pytest.mark.parametrize("level, products, attention", [
+    ("none", [], 0), ("cheap", [], 0), ("mlp", ["fc"], 0), ("attention", ["fc", "qkv"], 1),
+    ("block", ["fc", "qkv", "attproj", "fcproj"], 1)])
+@pytest.mark.parametrize("family", MODELS)
+def test_flops_made_again(tmp_path, family, level, products, attention):
+    """By the second of these levels each product of all blocks but the topmost, once."""
+    B = 2
+    rows = costs(model_folder(tmp_path / "m", family), "-b", B, "-r", level)
+    for product in ["qkv", "attproj", "fc", "fcproj"]:
+        forward = flops_of(rows, part="forward", product=product)
+        expected = forward * (L - 1) / L if product in products else 0
+        assert flops_of(rows, part="recompute", product=product) == pytest.approx(expected, rel=1e-5)
+    assert flops_of(rows, part="recompute", op="attention_forward") == pytest.approx(
+        attention * 2 * B * T * (L - 1) * C * (T + 1), rel=1e-5)
+
+
+# ---- calls and bytes ---------------------------------------------------------------------------------------------
+# Operations whose kernel or library call is the same; what its runs move must be at least the ideal and at most this
+# much more: statistics, weights and partial sums that all rows share, of which so few rows have a large part
+# (test_traffic.py looks at what one more row costs).
+GROUPS = [
+    (r"matmul_.*", r"cublasLtMatmul, (A|B|C|D|aux)", 1.001),
+    (r"(residual_)?(layer|rms)norm_forward", r"(layer|rms)norm_forward_kernel.*", 1.15),
+    (r"(layer|rms)norm_backward", r"(layer|rms)norm_backward_kernel.*", 2.5),
+    (r"rope_\w+", r"rope_kernel.*", 1.2),
+    (r"swiglu_forward", r"swiglu_forward_kernel.*", 1.01),
+    (r"swiglu_backward", r"swiglu_backward_kernel.*", 1.01),
+    (r"dropout", r"dropout_kernel.*", 1.01),
+    (r"classifier", r"classifier_kernel.*", 1.1),
+    (r"embedding_rows", r"embedding_forward_kernel.*", 1.6),
+    (r"embedding_backward", r"embedding_backward_wte_kernel.*", 9),   # looks for a token among all
+    (r"attention_forward", r"attention_forward_mma_kernel.*", 9),     # keys and values once for each tile of queries
+    (r"attention_backward", r"attention_backward_q_mma_kernel.*", None),
+    (r"loss_accumulate", r"loss_accumulate_kernel", 1.01),
+    (r"cudaMemsetAsync", r"cudaMemsetAsync", 1.01),
+    (r"values_sum", r"values_sum_kernel.*", 1.01),
+    (r"global_norm_accumulate", r"global_norm_kernel.*", 1.01),
+    (r"optimizer_update", r"optimizer_kernel.*", 1.01),
+    (r"lamb_norms", r"lamb_norms_kernel", 1.05),
+    (r"muon_sum_squares", r"muon_sum_squares_kernel", 1.05),
+    (r"muon_copy", r"muon_copy_kernel.*", 1.05),
+    (r"muon_combine", r"muon_combine_kernel", 1.01),
+]
+EXTRA_RUNS = {"cudaMemsetAsync": 2}            # the step's sums, and the hash after the last step
+RUNS = [("gpt2", ["-g", 2]), ("gpt2", ["-r", "block", "--dropout", 0.1]), ("llama", ["-r", "attention"]),
+        ("llama", ["-r", 2, "--optimizer", "muon"]), ("gpt2", ["-r", "mlp", "--optimizer", "lamb", "--master", "split",
+                                                               "--state-dtype", "bf16"]),
+        ("llama", ["-g", 2, "--optimizer", "sgd", "--grad-dtype", "bf16"])]
+
+
+@pytest.mark.parametrize("family, flags", RUNS, ids=lambda x: "-".join(map(str, x)) if isinstance(x, list) else x)
+def test_calls_and_bytes_of_a_step(tmp_path, monkeypatch, family, flags, B=16):
+    if not (ROOT / "build/check/train_gpt").exists():
+        pytest.skip("the checked variant is not built")
+    monkeypatch.setenv("TRAIN_GPT_EMU", "build/check/train_gpt")
+    micro = flags[flags.index("-g") + 1] if "-g" in flags else 1
+    folder = model_folder(tmp_path / "m", family, B * T * micro)
+    flags = [*flags, "-b", B, "-p", "bf16"]
+    run = train_gpt("-m", folder, "--from-scratch", "-d", folder / "data", "-t", T, "-n", 1, "--sample-tokens", 0,
+                    *flags, device="emu", EMU_COUNT="moved", OMP_NUM_THREADS="1")
+    moved = {name: (int(size), int(runs)) for name, size, runs in
+             re.findall(r"^moved by \(?(.*?)\)?: (\d+) bytes in (\d+) runs$", run.err, re.M)}
+    rows, wrong = costs(folder, *flags, device="emu"), []
+    for ops, kernels, most in GROUPS:
+        known = [row for row in rows if re.fullmatch(ops, row[1])]
+        seen = [moved[name] for name in moved if re.fullmatch(kernels, name)]
+        size, runs = sum(s for s, _ in seen), sum(r for _, r in seen)
+        calls, ideal = sum(row[3] for row in known), sum(row[5] for row in known)
+        if kernels.startswith("cublasLt"):
+            runs = moved["cublasLtMatmul, A"][1]
+        least = 0.97 if ops == "optimizer_update" else 0.999     # the padding of a vocabulary is not updated
+        print(f"{ops:40} {calls:4} calls, {runs:4} runs; {ideal / 1e3:10.2f} kB ideal, {size / 1e3:10.2f} moved")
+        if runs != calls + EXTRA_RUNS.get(ops, 0) or (most and not ideal * least <= size <= most * ideal + 64):
+            wrong.append(ops)
+    assert wrong == []
+    assert {row[1] for row in rows} == {row[1] for row in rows for ops, _, _ in GROUPS if re.fullmatch(ops, row[1])}
