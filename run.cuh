@@ -1,5 +1,6 @@
 /* run.cuh: a run: what it holds, and its set-up from flags, files and number of ranks up to the plan of its memory. */
 #pragma once
+#include <sys/resource.h>
 #include "flags.h"
 #include "data/run_log.h"
 #include "kernels/device.cuh"
@@ -54,6 +55,7 @@ typedef struct Run {
     RunLog log;
     int *h_tokens[2], *h_targets[2];   // (B,T) pinned, one read while the other is copied
     cudaEvent_t batch_copied[2];
+    long step_page_faults[STEPS_IN_FLIGHT];
     size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
     Ask ask;                       // what the ranks have agreed that a signal asks for
     bool val_due;                  // the validation of this step was cut short by it
@@ -268,6 +270,14 @@ static size_t resident_bytes(void)
     int got = fscanf(f, "%zu %zu", &total_pages, &resident_pages);
     fclose(f);
     return got == 2 ? resident_pages * (size_t)sysconf(_SC_PAGESIZE) : 0;
+}
+
+/* How often this process has had to wait for a page of its memory. */
+static long page_faults(void)
+{
+    struct rusage usage;
+    ENSURE(getrusage(RUSAGE_SELF, &usage) == 0, "getrusage: %s", strerror(errno));
+    return usage.ru_minflt + usage.ru_majflt;
 }
 
 static size_t wire_bytes_per_step(const Run* run)
