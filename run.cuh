@@ -1,5 +1,6 @@
 /* run.cuh: a run: what it holds, and its set-up from flags, files and number of ranks up to the plan of its memory. */
 #pragma once
+#include <sys/resource.h>
 #include "flags.h"
 #include "data/run_log.h"
 #include "kernels/device.cuh"
@@ -54,6 +55,7 @@ typedef struct Run {
     RunLog log;
     int *h_tokens[2], *h_targets[2];   // (B,T) pinned, one read while the other is copied
     cudaEvent_t batch_copied[2];
+    long step_page_faults[STEPS_IN_FLIGHT];
     size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
     Ask ask;                       // what the ranks have agreed that a signal asks for
     bool val_due;                  // the validation of this step was cut short by it
@@ -95,16 +97,22 @@ static void batch_arithmetic(Run* run, int num_ranks)
     run->global_batch = (size_t)(B * G * R);
 }
 
-/* --elastic: the global batch of the run, from a checkpoint's state.json or from run.json, on the ranks that are here:
- * the largest micro-batch up to -b that divides a rank's share, also of what --batch-ramp begins with, and the
- * micro-steps that it takes. */
-static void batch_of_run(Run* run, const char* path)
+/* --elastic: the global batch of the run, from its checkpoint's state.json or from run.json, on the ranks that are
+ * here: the largest micro-batch up to -b that divides a rank's share, also of what --batch-ramp begins with, and the
+ * micro-steps that it takes. False if there is no such file yet. Rank 0 looks. */
+static bool batch_of_run(Run* run, const char* resume_path)
 {
     const Flags* f = run->flags;
-    cJSON* j = json_parse_file(path);
-    size_t R = (size_t)run->comm.num_ranks, fits = R, from = 0;
-    size_t batch = (size_t)json_int(j, "global_batch", 1, 1 << 30, path);
-    cJSON_Delete(j);
+    char path[4096];
+    size_t R = (size_t)run->comm.num_ranks, fits = R, from = 0, batch = 0;
+    const char *folder = resume_path[0] ? resume_path : f->out, *name = resume_path[0] ? "state.json" : "run.json";
+    if (path_exists(folder, name, path) && run->comm.rank == 0) {
+        cJSON* j = json_parse_file(path);
+        batch = (size_t)json_int(j, "global_batch", 1, 1 << 30, path);
+        cJSON_Delete(j);
+    }
+    comm_broadcast_host(&run->comm, &batch, sizeof batch);
+    if (batch == 0) return false;
     char ramp[80] = "";
     if (sscanf(f->batch_ramp, "%zu", &from) == 1)
         snprintf(ramp, sizeof ramp, ", or of %zu where --batch-ramp begins,", from);
@@ -118,6 +126,7 @@ static void batch_of_run(Run* run, const char* path)
     run->B = (int)B;
     run->G = (int)(share / B);
     run->global_batch = batch;
+    return true;
 }
 
 /* The model is a preset, or a folder with config.json. */
@@ -261,6 +270,14 @@ static size_t resident_bytes(void)
     int got = fscanf(f, "%zu %zu", &total_pages, &resident_pages);
     fclose(f);
     return got == 2 ? resident_pages * (size_t)sysconf(_SC_PAGESIZE) : 0;
+}
+
+/* How often this process has had to wait for a page of its memory. */
+static long page_faults(void)
+{
+    struct rusage usage;
+    ENSURE(getrusage(RUSAGE_SELF, &usage) == 0, "getrusage: %s", strerror(errno));
+    return usage.ru_minflt + usage.ru_majflt;
 }
 
 static size_t wire_bytes_per_step(const Run* run)

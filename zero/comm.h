@@ -116,10 +116,7 @@ static void comm_watch(Comm* c, double timeout_s)
     MPI_CHECK(MPI_Win_allocate_shared(size_bytes, 1, MPI_INFO_NULL, c->host, &base, &c->beats));
     MPI_CHECK(MPI_Win_shared_query(c->beats, 0, &size_bytes, &unit_bytes, &base));
     Beat* beats = (Beat*)(((uintptr_t)base + alignof(Beat) - 1) / alignof(Beat) * alignof(Beat));
-    if (c->host_rank == 0) memset((void*)beats, 0, c->host_num_ranks * sizeof(Beat));
-    MPI_CHECK(MPI_Barrier(c->host));
     c->watch = watch_start(beats, c->host_num_ranks, c->host_rank, c->rank, timeout_s);
-    MPI_CHECK(MPI_Barrier(c->host));
 #else
     (void)timeout_s;
 #endif
@@ -147,7 +144,6 @@ static void comm_free(Comm* c)
 #ifndef NO_MPI
     die_abort = nullptr;
     if (c->watch != nullptr) {
-        MPI_CHECK(MPI_Barrier(c->host));   // nobody looks at a rank that has left
         watch_end(c->watch);
         MPI_CHECK(MPI_Win_free(&c->beats));
     }
@@ -183,7 +179,6 @@ static void comm_idle(const Comm* c, bool idle)
 
 static void comm_barrier_idle(const Comm* c)
 {
-    CUDA_CHECK(cudaDeviceSynchronize());   // a collective that is still enqueued here may be what the others wait for
     comm_idle(c, true);
     comm_barrier(c);
     comm_idle(c, false);
@@ -198,6 +193,22 @@ static void comm_broadcast_host(const Comm* c, void* data, size_t size_bytes, in
     MPI_CHECK(MPI_Bcast(data, (int)size_bytes, MPI_BYTE, from, MPI_COMM_WORLD));
 #else
     (void)data; (void)size_bytes; (void)from;
+#endif
+}
+
+/* From one host to another, while the other receives. */
+static void comm_send_host(const Comm* c, const void* data, size_t size_bytes, int to)
+{
+    (void)c; (void)data; (void)size_bytes; (void)to;
+#ifndef NO_MPI
+    MPI_CHECK(MPI_Send(data, (int)size_bytes, MPI_BYTE, to, 0, MPI_COMM_WORLD));
+#endif
+}
+static void comm_receive_host(const Comm* c, void* data, size_t size_bytes, int from)
+{
+    (void)c; (void)data; (void)size_bytes; (void)from;
+#ifndef NO_MPI
+    MPI_CHECK(MPI_Recv(data, (int)size_bytes, MPI_BYTE, from, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE));
 #endif
 }
 
