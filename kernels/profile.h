@@ -88,7 +88,8 @@ static int profile_event(cudaStream_t stream)
     return profile.num_events++;
 }
 
-static int span_open(const char* name, SpanKind kind, cudaStream_t stream)
+/* From event `begin` on. */
+static int span_open(const char* name, SpanKind kind, cudaStream_t stream, int begin)
 {
     profile.spans = grown(profile.spans, &profile.spans_room, profile.num_spans + 1);
     Span* span = &profile.spans[profile.num_spans];
@@ -97,13 +98,13 @@ static int span_open(const char* name, SpanKind kind, cudaStream_t stream)
     span->kind = kind;
     span->phase = profile.phase;
     span->stream_idx = profile_stream_idx(stream);
-    span->begin = profile_event(stream);
+    span->begin = begin;
     return profile.num_spans++;
 }
 
-static void span_close(int idx)
+static int span_close(int idx)
 {
-    profile.spans[idx].end = profile_event(profile.streams[profile.spans[idx].stream_idx]);
+    return profile.spans[idx].end = profile_event(profile.streams[profile.spans[idx].stream_idx]);
 }
 
 enum { NOT_RECORDED = -1, WITHIN_ANOTHER = -2 };
@@ -121,7 +122,7 @@ template <class... T> static int op_open(const char* name, SpanKind kind, cudaSt
         return WITHIN_ANOTHER;
     }
     if (kind == SpanKind::COMPUTE && stream != profile.streams[0]) kind = SpanKind::COPY;
-    profile.outer = span_open(name, kind, stream);
+    profile.outer = span_open(name, kind, stream, profile_event(stream));
     profile.outer_collects = collects;
     Span* span = &profile.spans[profile.outer];
     span->flops = flops;
@@ -132,6 +133,7 @@ template <class... T> static int op_open(const char* name, SpanKind kind, cudaSt
     return profile.outer;
 }
 
+namespace {                          // one for each precision's object: else the linker keeps the first for all
 struct OpScope {
     int idx;
     explicit OpScope(int idx_) : idx(idx_) {}
@@ -142,6 +144,7 @@ struct OpScope {
         if (idx != WITHIN_ANOTHER) span_close(idx);
     }
 };
+}
 
 #define OP_OPEN(...) const OpScope op_scope_(profile.records ? op_open(__VA_ARGS__) : (int)NOT_RECORDED)
 
@@ -176,8 +179,8 @@ static Phase phase_begin(Phase phase)
     if (profile.marks == nullptr || phase == before) return before;
     profile.phase = phase;
     if (profile.records) {
-        span_close(profile.phase_span);
-        profile.phase_span = span_open(phase_names[(int)phase], SpanKind::PHASE, profile.streams[0]);
+        int begin = span_close(profile.phase_span);
+        profile.phase_span = span_open(phase_names[(int)phase], SpanKind::PHASE, profile.streams[0], begin);
     }
     if (!profile.rests && profile.marks->num < MAX_MARKS - 1) mark(phase);   // the last is kept for the step's end
     return before;
@@ -204,6 +207,7 @@ static bool is_alone(cudaStream_t stream)
 }
 
 /* Waits for other ranks, or does what they wait for, on `stream`: a phase where nothing else goes on meanwhile. */
+namespace {
 struct CommunicationScope {
     Phase before;
     CommunicationScope(cudaStream_t stream, bool has_others)
@@ -212,6 +216,7 @@ struct CommunicationScope {
     }
     ~CommunicationScope() { phase_begin(before); }
 };
+}
 
 /* The first phase is what clears the gradients. */
 static void profile_step_begin(int slot)
@@ -220,8 +225,9 @@ static void profile_step_begin(int slot)
     profile.marks->num = 0;
     profile.phase = Phase::BACKWARD;
     if (profile.records) {
-        profile.step_span = span_open("step", SpanKind::STEP, profile.streams[0]);
-        profile.phase_span = span_open(phase_names[(int)profile.phase], SpanKind::PHASE, profile.streams[0]);
+        int begin = profile_event(profile.streams[0]);
+        profile.step_span = span_open("step", SpanKind::STEP, profile.streams[0], begin);
+        profile.phase_span = span_open(phase_names[(int)profile.phase], SpanKind::PHASE, profile.streams[0], begin);
     }
     mark(profile.phase);
 }
@@ -230,9 +236,7 @@ static void profile_step_end(void)
 {
     mark(Phase::REST);
     profile.marks = nullptr;
-    if (!profile.records) return;
-    span_close(profile.phase_span);
-    span_close(profile.step_span);
+    if (profile.records) profile.spans[profile.step_span].end = span_close(profile.phase_span);
 }
 
 /* Waits for the end of the step of this slot. */

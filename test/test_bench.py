@@ -207,7 +207,7 @@ def test_trace_of_training(folder, tmp_path, device, ranks, stage):
         assert len(steps) == 2
         for step in steps:
             phases, ops = within(track, step, "phase"), within(track, step, "compute")
-            assert sum(end - begin for begin, end, *_ in phases) == pytest.approx(step[1] - step[0], rel=0.05)
+            assert sum(end - begin for begin, end, *_ in phases) == pytest.approx(step[1] - step[0], abs=0.1)
             assert sum(end - begin for begin, end, *_ in ops) <= (step[1] - step[0]) * 1.001
             assert [x[2] for x in ops].count("attention_forward") == 2 * (L + L - 1)
             qkv = next(x for x in ops if x[2] == "matmul_forward")[4]
