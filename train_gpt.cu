@@ -216,31 +216,28 @@ static void print_bar(Run* run, int micro)
 }
 
 // ---------------------------------------------------------------------------------------------------------- a step
-/* The next micro-batch of `loader` to the device, T tokens of each row; returns rows that are not empty. */
-static size_t load_batch(Run* run, Loader* loader, size_t count, int T)
+/* The next micro-batch of `loader` to the device by way of the idx-th pinned place, T tokens of each row. Nobody waits:
+ * what was copied from there before must have arrived. */
+static void load_batch(Run* run, Loader* loader, size_t idx, int T)
 {
-    int k = (int)(count & 1);
     watch_move(run->comm.watch, "a micro-batch", (size_t)run->B * run->T);
-    size_t bytes = (size_t)run->B * T * sizeof(int);
-    CUDA_CHECK(
-        cudaEventSynchronize(run->batch_copied[k])); // the copy before the last: long done unless the host is far ahead
-    size_t rows = loader_next(loader, run->h_tokens[k], run->h_targets[k]);
+    size_t bytes = (size_t)run->B * T * sizeof(int), first = idx * run->B * run->T;
+    int *h_tokens = run->h_tokens + first, *h_targets = run->h_targets + first;
+    loader_next(loader, h_tokens, h_targets);
     for (int b = 1; b < run->B && T < run->T; b++)   // the first T of each row, one row behind the other
-        for (int* h : {run->h_tokens[k], run->h_targets[k]})
-            memmove(h + (size_t)b * T, h + (size_t)b * run->T, T * sizeof(int));
-    CUDA_CHECK(cudaMemcpyAsync(run->model.tokens, run->h_tokens[k], bytes, cudaMemcpyHostToDevice, run->zero.compute));
-    CUDA_CHECK(
-        cudaMemcpyAsync(run->model.targets, run->h_targets[k], bytes, cudaMemcpyHostToDevice, run->zero.compute));
-    CUDA_CHECK(cudaEventRecord(run->batch_copied[k], run->zero.compute));
-    return rows;
+        for (int* h : {h_tokens, h_targets}) memmove(h + (size_t)b * T, h + (size_t)b * run->T, T * sizeof(int));
+    CUDA_CHECK(cudaMemcpyAsync(run->model.tokens, h_tokens, bytes, cudaMemcpyHostToDevice, run->zero.compute));
+    CUDA_CHECK(cudaMemcpyAsync(run->model.targets, h_targets, bytes, cudaMemcpyHostToDevice, run->zero.compute));
 }
 
+/* Enqueues a step and waits for nothing: its places of batches are those of the step before the last, which has ended
+ * (finish_step). So at most STEPS_IN_FLIGHT steps are enqueued. */
 static void train_step(Run* run)
 {
     int slot = (int)(run->step % STEPS_IN_FLIGHT);
     CUDA_CHECK(cudaEventRecord(run->step_begun[slot], run->zero.compute));
     if (run->comm.watch != nullptr) run->comm.watch->step = run->step + 1;
-    size_t asked_before = run->comm.asked_bytes;
+    size_t asked_before = run->comm.asked_bytes, waits_before = comm_host_waits(&run->comm);
     zero_step_begin(&run->zero);
     size_t position = loader_position(run->train);
     int G = (int)step_micro_steps(run, run->step), T = step_seq_len(run, run->step);
@@ -250,7 +247,7 @@ static void train_step(Run* run)
     float dloss = (float)(1.0 / config.nominal_toks);
     run->model.drops = true;
     for (int micro = 0; micro < G; micro++) {
-        load_batch(run, run->train, (size_t)micro, T);
+        load_batch(run, run->train, (size_t)(slot * run->G + micro), T);
         run->model.first_sequence = position + ((size_t)micro * run->comm.num_ranks + run->comm.rank) * run->B;
         model_train_micro(&run->model, run->B, T, dloss, micro, G);
         print_bar(run, micro);
@@ -259,6 +256,7 @@ static void train_step(Run* run)
     zero_step_ask(&run->zero, signals_take());
     zero_step_end(&run->zero, config, optimizer_config(run->flags), slot);
     run->step_asked_bytes += run->comm.asked_bytes - asked_before;
+    run->step_waits += comm_host_waits(&run->comm) - waits_before;
     CUDA_CHECK(cudaEventRecord(run->step_ended[slot], run->zero.compute));
 }
 
@@ -277,7 +275,8 @@ static void finish_step(Run* run, size_t step, const char* hash)
 {
     int slot = (int)((step - 1) % STEPS_IN_FLIGHT);
     float took_ms;
-    CUDA_CHECK(cudaEventSynchronize(run->step_ended[slot]));
+    CUDA_CHECK(cudaEventSynchronize(run->step_ended[slot]));   // the one wait of training: the next step is enqueued
+    run->result_waits++;
     CUDA_CHECK(cudaEventElapsedTime(&took_ms, run->step_begun[slot], run->step_ended[slot]));
     const StepState* s = &run->zero.h_state[slot];
     print_step(run, s, step, slot, took_ms * 1e-3);
@@ -314,7 +313,10 @@ static EvalResult evaluate(Run* run)
     CUDA_CHECK(cudaMemsetAsync(sums, 0, 2 * sizeof(double), z->compute));
     for (size_t i = 0; i < num_batches; i++) {
         if (ask_outside_step(run) == Ask::END) return EvalResult{};
-        load_batch(run, val, i, run->T);
+        cudaEvent_t copied = run->batch_copied[i % 2];
+        CUDA_CHECK(cudaEventSynchronize(copied));                // the copy before the last
+        load_batch(run, val, i % 2, run->T);
+        CUDA_CHECK(cudaEventRecord(copied, z->compute));
         model_eval_micro(&run->model, sums, run->B, run->T);
     }
     comm_all_reduce(&run->comm, sums, 2, ncclFloat64, z->compute);
@@ -357,6 +359,7 @@ static void train(Run* run)
     const Flags* f = run->flags;
     run->on_terminal = on_terminal();
     size_t unread = run->step + 1;   // first step whose result has not been seen
+    size_t waits_before = comm_host_waits(&run->comm);
     if (run->val_due) evaluate_and_say(run);
     while (run->step < run->num_steps && run->ask != Ask::END) {
         train_step(run);
@@ -395,6 +398,10 @@ static void train(Run* run)
         SAY("sent    %zu bytes by rank 0, asked for %zu; %zu in steps, %zu a step as planned%s\n",
             comm_sent_so_far(&run->comm), run->comm.asked_bytes, run->step_asked_bytes, wire_bytes_per_step(run),
             run->batch_ramp.steps > 0 ? " at the end of the ramp" : "");
+#ifndef DEVICE_CUDA
+    SAY("waits   of the host: %zu inside steps, %zu for a step's result, %zu others\n", run->step_waits,
+        run->result_waits, comm_host_waits(&run->comm) - waits_before - run->step_waits - run->result_waits);
+#endif
 }
 
 // --------------------------------------------------------------------------------------------------- weights, modes
@@ -434,11 +441,11 @@ static void say_sample(Run* run)
     if ((run->comm.rank == 0 || run->setting.stage == 3) && run->tokenizer_path[0]) {
         int num_ids = run->T < 16 ? run->T : 16;   // of the first validation window, which is rank 0's
         loader_seek(run->val, 0);
-        loader_next(run->val, run->h_tokens[0], run->h_targets[0]);
-        if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens[0], num_ids * sizeof(int));
+        loader_next(run->val, run->h_tokens, run->h_targets);
+        if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens, num_ids * sizeof(int));
         SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
         JsonText heard = {};
-        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids, &heard);
+        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens, num_ids, &heard);
         if (heard.text != nullptr) {
             char* valid = text_as_utf8(heard.text, heard.length);
             log_begin(&run->log);
