@@ -1,6 +1,6 @@
-"""The host waits for nothing inside a step: no stream, event or device, no synchronous or pageable copy, no freed memory,
-and no call to other hosts. It reads the result of a step when the next one is enqueued; that is the only wait of training.
-Both stand-ins of CUDA count such calls, whether or not there was anything left to wait for."""
+"""The host waits for nothing inside a step: no stream, event or device, no synchronous or pageable copy, no freed
+memory, and no call to other hosts. It reads the result of a step when the next one is enqueued; that is the only wait
+of training. Both stand-ins of CUDA count such calls, whether or not there was anything left to wait for."""
 import json
 import re
 
@@ -29,11 +29,11 @@ def waits(folder, device, model, ranks, flags, steps):
     if run.code != 0 and "is not in this binary" in run.err:
         pytest.skip(run.err.splitlines()[0])
     assert run.code == 0, run.err
-    return tuple(map(int, re.search(r"^waits   of the host: (\d+) inside steps, (\d+) for a step's result, (\d+) others",
-                                    run.out, re.M).groups()))
+    line = r"^waits   of the host: (\d+) inside steps, (\d+) for a step's result, (\d+) others"
+    return tuple(map(int, re.search(line, run.out, re.M).groups()))
 
 
-@pytest.mark.parametrize("model, ranks, flags", CASES, ids=lambda x: "-".join(map(str, x)) if isinstance(x, list) else x)
+@pytest.mark.parametrize("model, ranks, flags", CASES, ids=lambda x: "".join(map(str, x)) if isinstance(x, list) else x)
 @pytest.mark.parametrize("device", ["cpu", "emu"])
 def test_host_waits_for_no_step_but_the_one_before(tmp_path, device, model, ranks, flags):
     (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
