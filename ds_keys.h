@@ -198,7 +198,7 @@
     ONLY("graph_harvesting",                "false", "there is no CUDA graph") \
     /* ---- what is said */ \
     FLAG("steps_per_print",                 "log_every", "") \
-    FLAG("wall_clock_breakdown",            "profile", "") \
+    SAME("wall_clock_breakdown",            "the log has the time of each phase of every step; --profile has every operation's") \
     SAME("memory_breakdown",                "the plan of the memory is printed at every start") \
     SAME("dump_state",                      "--print-config prints it") \
     SAME("timers",                          "tokens per second are measured by events, without a wait") \

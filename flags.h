@@ -90,6 +90,9 @@
     F(SWITCH, auto_,          0,  false,     0, 0, "choose -z, -r, -b where not given: the fastest on paper that fits") \
     F(TEXT,   gpu,            0,  "",        0, 0, "with --plan: for this GPU (h100, a100, l4, rtx 4090 ...)") \
     F(INT,    ranks,          0,  0,         0, 1 << 20, "with --plan: for so many ranks") \
+    F(SWITCH, bench,          0,  false,     0, 0, "time -n steps on made-up tokens (20), and each operation against the device's ceilings, and stop") \
+    F(TEXT,   bench_json,     0,  "",        0, 0, "with --bench: every figure into this file") \
+    F(INT,    profile,        0,  0,         0, 1000, "trace of so many steps, after the first three, for ui.perfetto.dev: trace.json in -o, or here") \
     F(SWITCH, eval,           0,  false,     0, 0, "validate and stop") \
     F(TEXT,   choices,        0,  "",        0, 0, "answer this file of multiple choice (JSONL of ctx, endings, label: HellaSwag) and stop") \
     F(TEXT,   generate,       0,  "",        0, 0, "continue this text and stop") \
@@ -107,6 +110,7 @@
     F(INT,    shard_bytes,    0,  5000000000, 1, INT64_MAX, "--export splits weights into files of at most so many bytes, with an index") \
     F(TEXT,   config,         0,  "",        0, 0, "DeepSpeed's JSON: its keys become flags; flags given here stand against it") \
     F(SWITCH, print_config,   0,  false,     0, 0, "print every flag, its value and where that comes from, and stop") \
+    F(SWITCH, tune,           0,  false,     0, 0, "GPU: time several algorithms for each matrix product and keep the fastest; which, is cached and in run.json") \
     F(SWITCH, report,         0,  false,     0, 0, "what this binary is made of and finds here, what is missing and how to mend it") \
     F(SWITCH, version,        0,  false,     0, 0, "what this binary is built from and with") \
     F(SWITCH, help,          'h', false,     0, 0, "this list")
@@ -114,8 +118,7 @@
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
     "tp pp sp offload-dir " \
-    "bench fp32-tensors profile " \
-    "tune"
+    "fp32-tensors"
 
 #define VALUES_LATER "1bit-adam 01-adam 1bit-lamb onebitadam zerooneadam onebitlamb"
 

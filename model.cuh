@@ -497,6 +497,7 @@ static void block_restore(Model* m, int layer, int B, int T)
     int N = B * T, unit = unit_block(c, layer);
     if (m->recompute == Recompute::NONE || m->recompute == Recompute::BLOCKS || layer == c->L - 1) return;
     Block a = model_block(m, layer);
+    Phase before = phase_begin(Phase::RECOMPUTE);
     norm_forward(m, unit, NORM_1_WEIGHT, nullptr, a.norm_1, m->norm_1_mean, m->norm_1_rstd, a.first_row, a.residual,
                  nullptr, N);
     if (m->recompute >= Recompute::ATTENTION) attention_part(m, layer, &a, B, T);
@@ -504,6 +505,7 @@ static void block_restore(Model* m, int layer, int B, int T)
                  nullptr, N);
     if (m->recompute >= Recompute::MLP) mlp_part(m, unit, &a, N);
     else if (is_llama(m)) swiglu_forward(a.fc_act, a.fc, N, c->F, m->zero->compute);
+    phase_begin(before);
 }
 
 // -------------------------------------------------------------------------------------------------------- backward

@@ -51,10 +51,12 @@ static void model_resident(const Model* m, bool* resident)
 static void segment_forward(Model* m, int layer, int B, int T)
 {
     int first = layer + 1 - m->segment_layers;
+    Phase before = phase_begin(Phase::RECOMPUTE);
     for (int i = first; i <= layer; i++) {
         zero_params_begin(m->zero, unit_block(&m->config, i));
         block_forward(m, i, B, T, i == first);
     }
+    phase_begin(before);
 }
 
 static TokenRange piece_tokens(const Config* c, int piece)
@@ -207,6 +209,13 @@ static void head_rows_forward(Model* m, const int* rows, int num_rows)
     }
 }
 
+static void residual_gradient_clear(Model* m, int N)
+{
+    const size_t bytes = (size_t)N * m->config.C * sizeof(floatX);
+    OP_CALL("cudaMemsetAsync", m->zero->compute, bytes, N, m->config.C);
+    CUDA_CHECK(cudaMemsetAsync(m->dresidual, 0, bytes, m->zero->compute));
+}
+
 /* One micro-step: m->tokens, m->targets (B,T) -> gradients added, step sums added. Sends what the stage sends. */
 static void model_train_micro(Model* m, int B, int T, float dloss, int micro, int num_micro)
 {
@@ -214,11 +223,14 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     Zero* z = m->zero;
     cudaStream_t stream = z->compute;
     int N = B * T, head = unit_head(c);
+    phase_begin(Phase::FORWARD);
     model_forward(m, B, T);
+    phase_begin(Phase::HEAD);
     if (m->walks_vocab) head_walk(m, N, dloss, true, micro, num_micro);
     else head_loss(m, N, dloss, true);
     loss_accumulate(z->step_sums + NUM_TOKS, m->losses, m->targets, N, stream);
-    CUDA_CHECK(cudaMemsetAsync(m->dresidual, 0, (size_t)N * c->C * sizeof(floatX), stream));
+    phase_begin(Phase::BACKWARD);
+    residual_gradient_clear(m, N);
     norm_backward(m, head, NORM_F_WEIGHT, m->residual_f, m->norm_f_mean, m->norm_f_rstd, 0, N);
     for (int unit = num_units(c) - 1; unit > head && !m->walks_vocab; unit--)
         zero_gradient_end(z, unit, micro, num_micro);

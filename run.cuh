@@ -19,7 +19,7 @@
 #define DEFAULT_MODEL "d3"   // what scripts/quickstart.sh trains
 #endif
 
-enum { STEPS_IN_FLIGHT = 2 };      // the host enqueues step s + 1 before it reads the result of step s
+enum { STEPS_IN_FLIGHT = PROFILE_SLOTS };   // 2: the host enqueues step s + 1 before it reads the result of step s
 
 /* What may be traded for memory. */
 typedef struct Setting {
@@ -52,9 +52,9 @@ typedef struct Run {
     size_t num_steps;              // where the run ends
     size_t step;                   // steps done, skipped ones included
     RunLog log;
+    cJSON* products;               // what tune.cuh has chosen, for run.json; null: nothing
     int *h_tokens, *h_targets;     // (STEPS_IN_FLIGHT,G,B,T) pinned: no batch of a step waits for one to be copied
     cudaEvent_t batch_copied[2];   // of evaluation, which has no end to wait for
-    cudaEvent_t step_begun[STEPS_IN_FLIGHT], step_ended[STEPS_IN_FLIGHT];   // on the compute stream, timed
     size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
     size_t step_waits, result_waits;   // of the host: inside steps, and for the result of the step before
     Ask ask;                       // what the ranks have agreed that a signal asks for
@@ -62,6 +62,8 @@ typedef struct Run {
     bool seen_skip;                // the newest result seen is a skipped step: see each before the next is begun
     double mean_step_s;
     bool on_terminal, bar_drawn;
+    FILE* trace;                   // of --profile, on rank 0, until it is written
+    char trace_path[4096];
 } Run;
 
 static bool is_fp16(void) { return strcmp(FLOATX_NAME, "fp16") == 0; }
@@ -386,6 +388,16 @@ static size_t device_free_bytes(const Run* run)
     size_t free_bytes, total_bytes;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
     return run->flags->plan ? free_bytes : (size_t)-comm_max_host(&run->comm, -(double)free_bytes);
+}
+
+/* "forward_ms": and so on, of the phases that this step has. */
+static void log_phases(RunLog* log, const double (&ms)[NUM_PHASES])
+{
+    for (int i = 0; i < NUM_PHASES; i++) {
+        char key[32];
+        snprintf(key, sizeof key, "%s_ms", phase_names[i]);
+        if (ms[i] > 0) log_real(log, key, ms[i]);
+    }
 }
 
 /* "memory": {"device": {label: MiB, ...}, "host": {...}}: the plan, per rank. */

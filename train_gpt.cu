@@ -9,17 +9,20 @@
  * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
  * choices.cuh      multiple choice           zero/save.h                 written while training goes on
  * run_folder.cuh   log, save, resume         kernels/device.cuh          the device
+ * bench.cuh        how fast is a step        kernels/profile.h trace.cuh where its time goes
  * environment.cuh  what --report prints      shapes.cuh                  presets and configs
  *                                            ds_config.h ds_keys.h       DeepSpeed's JSON as flags
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "fit.cuh"
+#include "bench.cuh"
 #include "ds_config.h"
 #include "environment.cuh"
 #include "choices.cuh"
 #include "generate.cuh"
 #include "run_folder.cuh"
 #include "same.cuh"
+#include "tune.cuh"
 #include "zero/init.h"
 
 #define VERSION "0.1.0"
@@ -89,7 +92,8 @@ static void print_start(Run* run, const char* model_name)
         "%.2fM parameters\n", model_name, f->model[0] ? "" : " (the default of this build; -m takes another)",
         c->model_type, c->L, c->C, c->NH, c->NKV, c->HS, c->F, c->V, c->VP, c->context,
         run->model.shard.num_params * 1e-6);
-    if (run->train == nullptr) SAY("data    none in %s\n", f->data);        // a plan needs none
+    if (f->bench) SAY("data    made up\n");
+    else if (run->train == nullptr) SAY("data    none in %s\n", f->data);   // a plan needs none
     else
         SAY("data    %s: %zu tokens in %zu shard%s, %zu windows of %d, %zu tokens of tails left out\n", f->data,
             run->train_set.num_toks, run->train_set.num_files, run->train_set.num_files > 1 ? "s" : "",
@@ -217,13 +221,14 @@ static void print_bar(Run* run, int micro)
 
 // ---------------------------------------------------------------------------------------------------------- a step
 /* The next micro-batch of `loader` to the device by way of the idx-th pinned place, T tokens of each row. Nobody waits:
- * what was copied from there before must have arrived. */
+ * what was copied from there before must have arrived. A bench has no loader: what lies there is taken again. */
 static void load_batch(Run* run, Loader* loader, size_t idx, int T)
 {
     watch_move(run->comm.watch, "a micro-batch", (size_t)run->B * run->T);
     size_t bytes = (size_t)run->B * T * sizeof(int), first = idx * run->B * run->T;
     int *h_tokens = run->h_tokens + first, *h_targets = run->h_targets + first;
-    loader_next(loader, h_tokens, h_targets);
+    if (loader != nullptr) loader_next(loader, h_tokens, h_targets);
+    OP(run->zero.compute, 0, 2.0 * bytes, run->B, T);
     for (int b = 1; b < run->B && T < run->T; b++)   // the first T of each row, one row behind the other
         for (int* h : {h_tokens, h_targets}) memmove(h + (size_t)b * T, h + (size_t)b * run->T, T * sizeof(int));
     CUDA_CHECK(cudaMemcpyAsync(run->model.tokens, h_tokens, bytes, cudaMemcpyHostToDevice, run->zero.compute));
@@ -235,29 +240,34 @@ static void load_batch(Run* run, Loader* loader, size_t idx, int T)
 static void train_step(Run* run)
 {
     int slot = (int)(run->step % STEPS_IN_FLIGHT);
-    CUDA_CHECK(cudaEventRecord(run->step_begun[slot], run->zero.compute));
+    profile_step_begin(slot);
     if (run->comm.watch != nullptr) run->comm.watch->step = run->step + 1;
     size_t asked_before = run->comm.asked_bytes, waits_before = comm_host_waits(&run->comm);
     zero_step_begin(&run->zero);
-    size_t position = loader_position(run->train);
     int G = (int)step_micro_steps(run, run->step), T = step_seq_len(run, run->step);
-    if ((size_t)G != run->train->config.G) loader_seek(run->train, position, (size_t)G);
+    size_t position = 0;
+    if (run->train != nullptr) {
+        position = loader_position(run->train);
+        if ((size_t)G != run->train->config.G) loader_seek(run->train, position, (size_t)G);
+    }
     StepConfig config = run->config;
     config.nominal_toks = (double)run->B * G * run->comm.num_ranks * T;
     float dloss = (float)(1.0 / config.nominal_toks);
     run->model.drops = true;
     for (int micro = 0; micro < G; micro++) {
+        phase_micro_begin();
         load_batch(run, run->train, (size_t)(slot * run->G + micro), T);
         run->model.first_sequence = position + ((size_t)micro * run->comm.num_ranks + run->comm.rank) * run->B;
         model_train_micro(&run->model, run->B, T, dloss, micro, G);
         print_bar(run, micro);
     }
+    phase_micro_end();
     run->model.drops = false;
     zero_step_ask(&run->zero, signals_take());
     zero_step_end(&run->zero, config, optimizer_config(run->flags), slot);
     run->step_asked_bytes += run->comm.asked_bytes - asked_before;
     run->step_waits += comm_host_waits(&run->comm) - waits_before;
-    CUDA_CHECK(cudaEventRecord(run->step_ended[slot], run->zero.compute));
+    profile_step_end();
 }
 
 /* Every rank comes here at the same step. */
@@ -274,12 +284,13 @@ static void train_step(Run* run)
 static void finish_step(Run* run, size_t step, const char* hash)
 {
     int slot = (int)((step - 1) % STEPS_IN_FLIGHT);
-    float took_ms;
-    CUDA_CHECK(cudaEventSynchronize(run->step_ended[slot]));   // the one wait of training: the next step is enqueued
+    double phases_ms[NUM_PHASES];
+    profile_step_wait(slot);           // the one wait of training: the next step is enqueued
     run->result_waits++;
-    CUDA_CHECK(cudaEventElapsedTime(&took_ms, run->step_begun[slot], run->step_ended[slot]));
+    double took_ms = profile_phases_ms(slot, phases_ms);
     const StepState* s = &run->zero.h_state[slot];
     print_step(run, s, step, slot, took_ms * 1e-3);
+    log_phases(&run->log, phases_ms);
     if (hash != nullptr) log_text(&run->log, "state_hash", hash);
     log_end(&run->log);
     run->seen_skip = s->skip == Skip::NONFINITE;
@@ -358,8 +369,9 @@ static void train(Run* run)
 {
     const Flags* f = run->flags;
     run->on_terminal = on_terminal();
-    size_t unread = run->step + 1;   // first step whose result has not been seen
+    size_t first = run->step, unread = first + 1;   // first step whose result has not been seen
     size_t waits_before = comm_host_waits(&run->comm);
+    trace_open(run);
     if (run->val_due) evaluate_and_say(run);
     while (run->step < run->num_steps && run->ask != Ask::END) {
         train_step(run);
@@ -369,6 +381,7 @@ static void train(Run* run)
         bool saves = f->out[0] && (last || run->ask != Ask::NONE || (f->save_every > 0 && step % f->save_every == 0));
         bool evals = last || (f->eval_every > 0 && step % f->eval_every == 0);
         bool hashes = last || saves || (f->hash_every > 0 && step % f->hash_every == 0);
+        trace_poll(run, step - first, false);
         bool waits = evals || hashes || run->seen_skip || run->ask != Ask::NONE;
         size_t settled = waits ? step : step - 1;       // else the newest is left for next time
         char hash[32] = "";
@@ -391,6 +404,7 @@ static void train(Run* run)
         if (saves) ask_outside_step(run);
     }
     save_poll(run, true);
+    trace_poll(run, run->step - first, true);
     if (run->ask == Ask::END)
         SAY("asked to end: stops after step %zu%s\n", run->step,
             f->out[0] ? ", which is saved" : "; nothing is saved without -o");
@@ -467,7 +481,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     device_init(&run->device, run->comm.host_rank, run->comm.host_num_ranks, (size_t)f->device_mb);
     choose_resume(run, resume_path);
     const char* model_name = f->model[0] ? f->model : resume_path[0] ? resume_path : DEFAULT_MODEL;
-    if (trains || f->eval || (f->plan && access(f->data, R_OK) == 0)) open_data(run);
+    if ((trains && !f->bench) || f->eval || (f->plan && access(f->data, R_OK) == 0)) open_data(run);
     choose_model(run, model_name, run->train_set.num_files > 0 ? (int)run->train_set.files[0].vocab_size : 0);
     choose_tokenizer(run, model_name);
     int context = run->model.config.context;
@@ -495,6 +509,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
                                  run->global_batch);
     run->seq_ramp = ramp_parse("--seq-ramp", f->seq_ramp, 8, run->T);
     if (run->train_set.num_files > 0) open_loaders(run);
+    if (f->bench) run->num_steps = bench_total_steps(f);
     run->config = step_config(run);
     if (!f->plan) {
         comm_init_nccl(&run->comm);
@@ -518,10 +533,6 @@ static void run_allocate(Run* run)
     zero_start(&run->zero);
     model_start(&run->model);
     for (int k = 0; k < 2; k++) CUDA_CHECK(cudaEventCreateWithFlags(&run->batch_copied[k], cudaEventDisableTiming));
-    for (int k = 0; k < STEPS_IN_FLIGHT; k++) {
-        CUDA_CHECK(cudaEventCreate(&run->step_begun[k]));
-        CUDA_CHECK(cudaEventCreate(&run->step_ended[k]));
-    }
     StepState state = step_state_init(run->config, first_loss_scale(run->flags));
     CUDA_CHECK(cudaMemcpy(run->zero.state, &state, sizeof state, cudaMemcpyHostToDevice));
 }
@@ -533,9 +544,8 @@ static void run_free(Run* run)
     if (run->train != nullptr) loader_close(run->train);
     if (run->val != nullptr) loader_close(run->val);
     CUDA_CHECK(cudaDeviceSynchronize());
-    for (cudaEvent_t event : {run->batch_copied[0], run->batch_copied[1], run->step_begun[0], run->step_begun[1],
-                              run->step_ended[0], run->step_ended[1]})
-        CUDA_CHECK(cudaEventDestroy(event));
+    for (cudaEvent_t event : run->batch_copied) CUDA_CHECK(cudaEventDestroy(event));
+    profile_free();
     saver_free(&run->saver);
     if (run->model.offloads) offload_free(&run->model.inputs);
     zero_free(&run->zero);
@@ -546,6 +556,7 @@ static void run_free(Run* run)
     token_set_close(&run->train_set);
     token_set_close(&run->val_set);
     free((void*)run->model.config.hf_text);
+    cJSON_Delete(run->products);
     matmul_free();
 }
 
@@ -563,6 +574,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
     if (trains || f->plan) print_start(run, model_name);
     if (f->plan) return;
     ensure_same_start(run);
+    Ceilings ceilings = f->bench ? ceilings_measure(run) : Ceilings{};
     run_allocate(run);
     if (resume_path[0] && trains) resume(run, resume_path);
     else weights_start(run, resume_path[0] ? resume_path : model_name, f->from_scratch && !resume_path[0]);
@@ -585,9 +597,13 @@ void RUN_ALL(const Flags* f, Comm* comm)
     } else if (f->eval) {
         ENSURE(run->has_val, "--eval needs validation shards: no val_*.bin in %s; give --val", f->data);
         evaluate_and_say(run);
+    } else if (f->bench) {
+        tune(run, resume_path);
+        bench(run, ceilings, VERSION, model_name);
     } else {
         signals_begin();
         save_start(run);
+        tune(run, resume_path);
         log_start(run, VERSION, model_name);
         record_start(run, VERSION, VERSION_LINE, model_name);
         tokenizer_keep(run);
@@ -607,6 +623,11 @@ static void refuse_what_is_not_there(const Flags* f)
                             FLAG_min_loss_scale, FLAG_consecutive_hysteresis})
             if (f->given[idx]) die_usage("%s is for -p fp16: leave it out", flag_long_name(&flag_rows[idx], name));
     rates_refuse(f);
+#ifdef DEVICE_CPU
+    if (f->tune)
+        die_usage("--tune chooses among cuBLASLt's algorithms; this build multiplies with its own: leave it out");
+#endif
+    bench_refuse(f);
     if (f->given[FLAG_gpu] && !f->plan) die_usage("--gpu goes with --plan; a run takes the GPU that is here");
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
     if ((f->given[FLAG_export_dtype] || f->given[FLAG_shard_bytes]) && !f->given[FLAG_export_])
@@ -618,9 +639,11 @@ static void refuse_what_is_not_there(const Flags* f)
     if (f->given[FLAG_min_lr] && f->min_lr > f->lr)
         die_usage("--min-lr %g is above the peak --lr %g: lower it", f->min_lr, f->lr);
     int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_] +
-                f->given[FLAG_choices];
+                f->given[FLAG_choices] + f->bench;
+    if (f->tune && modes > f->bench) die_usage("--tune goes with training: leave it out");
     if (modes > 1)
-        die_usage("--plan, --eval, --choices, --generate, --prompts and --export are different modes: give one");
+        die_usage("--plan, --bench, --eval, --choices, --generate, --prompts and --export are different modes: give "
+                  "one");
 }
 
 /* The precisions that this binary holds: Makefile's PREC, or this one alone. */

@@ -6,7 +6,7 @@
  * exact   fixed order: same bits on every run
  * cost    8*n bytes in one block: n is a micro-batch's rows */
 #pragma once
-#include "common.cuh"
+#include "profile.h"
 
 #ifdef DEVICE_CPU
 static void loss_accumulate_cpu(double* sums, const float* losses, const int* targets, size_t n)
@@ -48,6 +48,7 @@ static __global__ void loss_accumulate_kernel(double* sums, const float* losses,
 
 static void loss_accumulate(double* sums, const float* losses, const int* targets, size_t n, cudaStream_t stream)
 {
+    OP(stream, 0, 8.0 * n, n);
     ON_CPU(loss_accumulate_cpu(sums, losses, targets, n));
 #ifndef DEVICE_CPU
     LAUNCH(loss_accumulate_kernel, 1, 256, 0, stream, sums, losses, targets, n);

@@ -635,9 +635,20 @@ static AttentionDims attention_dims(int B, int T, int NH, int NKV, int HS, float
     return {B, T, NH, NKV, HS, scale};
 }
 
+/* What the ops cost: the causal half of so many products, and so many rows of a head in and out, with lse. */
+static double attention_flops(int num_products, int B, int T, int NH, int HS)
+{
+    return (double)num_products * B * NH * HS * T * (T + 1.0);
+}
+static double attention_bytes(int num_heads, int B, int T, int NH, int HS)
+{
+    return (double)B * T * ((double)num_heads * HS * sizeof(floatX) + NH * sizeof(float));
+}
+
 static void attention_forward(floatX* out, float* lse, float* scratch, const floatX* qkv, int B, int T, int NH, int NKV,
                               int HS, float scale, cudaStream_t stream, Dropout d = {})
 {
+    OP(stream, attention_flops(2, B, T, NH, HS), attention_bytes(2 * (NH + NKV), B, T, NH, HS), B, T, NH, HS);
     const AttentionDims a = attention_dims(B, T, NH, NKV, HS, scale);
     ON_CPU(attention_forward_cpu(out, lse, scratch, qkv, a, d));
 #ifndef DEVICE_CPU
@@ -654,6 +665,7 @@ static void attention_backward(floatX* dqkv, float* scratch, const floatX* dout,
                                const floatX* qkv, int B, int T, int NH, int NKV, int HS, float scale,
                                cudaStream_t stream, Dropout d = {})
 {
+    OP(stream, attention_flops(5, B, T, NH, HS), attention_bytes(4 * (NH + NKV), B, T, NH, HS), B, T, NH, HS);
     const AttentionDims a = attention_dims(B, T, NH, NKV, HS, scale);
     ON_CPU(attention_backward_cpu(dqkv, scratch, dout, out, lse, qkv, a, d));
 #ifndef DEVICE_CPU

@@ -274,6 +274,7 @@ static unsigned classifier_block(int VP, int width)
 static void classifier(floatX* logits, float* losses, const int* targets, int rows, int V, int VP, float dloss,
                        const double* loss_scale, bool backward, cudaStream_t stream)
 {
+    OP(stream, 0, (backward ? 2.0 : 1.0) * rows * VP * sizeof(floatX), rows, VP);
     ENSURE(1 <= V && V <= VP && VP % 64 == 0, "vocabulary of %d, padded to %d: the padded one must be a multiple of 64",
            V, VP);
     ON_CPU(classifier_cpu(logits, losses, targets, rows, V, VP, loss_scale ? dloss * (float)*loss_scale : dloss,
@@ -293,6 +294,7 @@ static void classifier(floatX* logits, float* losses, const int* targets, int ro
 static void classifier_piece_forward(const floatX* logits, float* losses, float* maxima, double* sums,
                                      const int* targets, int rows, LogitsPiece piece, cudaStream_t stream)
 {
+    OP(stream, 0, 1.0 * rows * piece.stride * sizeof(floatX), rows, piece.stride);
     ENSURE(1 <= piece.count && piece.count <= piece.stride && piece.stride % 64 == 0,
            "a piece of %d columns, padded to %d: the padded ones must be a multiple of 64", piece.count, piece.stride);
     ON_CPU(classifier_piece_forward_cpu(logits, losses, maxima, sums, targets, rows, piece));
@@ -312,6 +314,7 @@ static void classifier_piece_backward(floatX* logits, const float* maxima, const
                                       int rows, LogitsPiece piece, float dloss, const double* loss_scale,
                                       cudaStream_t stream)
 {
+    OP(stream, 0, 2.0 * rows * piece.stride * sizeof(floatX), rows, piece.stride);
     ON_CPU(classifier_piece_backward_cpu(logits, maxima, sums, targets, rows, piece,
                                          loss_scale ? dloss * (float)*loss_scale : dloss));
 #ifndef DEVICE_CPU

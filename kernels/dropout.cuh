@@ -92,6 +92,7 @@ dropout_kernel(floatX* out, const floatX* inp, size_t row_elems, Dropout d)
 
 static void dropout(floatX* out, const floatX* inp, int B, size_t row_elems, Dropout d, cudaStream_t stream)
 {
+    OP(stream, 0, 2.0 * B * row_elems * sizeof(floatX), B, row_elems);
     ENSURE(row_elems <= UINT32_MAX, "dropout: %zu elements in a sequence, at most %u", row_elems, UINT32_MAX);
     ON_CPU(dropout_cpu(out, inp, B, row_elems, d));
 #ifndef DEVICE_CPU

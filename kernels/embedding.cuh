@@ -186,6 +186,7 @@ template <int W> static void embedding_backward_launch(float* dwte, float* dwpe,
 static void embedding_rows(floatX* out, const int* tokens, const int* positions, const floatX* wte, const floatX* wpe,
                            TokenRange range, int N, int T, int C, cudaStream_t stream)
 {
+    OP(stream, 0, 2.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(embedding_forward_cpu(out, tokens, positions, wte, wpe, range, N, T, C));
 #ifndef DEVICE_CPU
     if (is_vec(out, C) && is_vec(wte, C) && is_vec(wpe, C))
@@ -207,6 +208,7 @@ static void embedding_forward(floatX* out, const int* tokens, const floatX* wte,
 static void embedding_backward(float* dwte, float* dwpe, const floatX* dout, const int* tokens, int B, int T, int C,
                                cudaStream_t stream, TokenRange range = ALL_TOKENS)
 {
+    OP(stream, 0, (double)B * T * C * (sizeof(floatX) + 2 * sizeof(float)), B, T, C);
     ON_CPU(embedding_backward_cpu(dwte, dwpe, dout, tokens, range, B, T, C));
 #ifndef DEVICE_CPU
     if (is_vec(dwte, C) && is_vec(dwpe, C) && is_vec(dout, C))

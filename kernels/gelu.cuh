@@ -110,12 +110,14 @@ template <bool BACKWARD, Gelu KIND> static void gelu(floatX* out, const floatX* 
 
 static void gelu_forward(floatX* out, const floatX* inp, size_t n, Gelu kind, cudaStream_t stream)
 {
+    OP(stream, 0, 2.0 * n * sizeof(floatX), n);
     if (kind == Gelu::TANH) gelu<false, Gelu::TANH>(out, inp, inp, n, stream);
     else gelu<false, Gelu::ERF>(out, inp, inp, n, stream);
 }
 
 static void gelu_backward(floatX* dinp, const floatX* dout, const floatX* inp, size_t n, Gelu kind, cudaStream_t stream)
 {
+    OP(stream, 0, 3.0 * n * sizeof(floatX), n);
     if (kind == Gelu::TANH) gelu<true, Gelu::TANH>(dinp, dout, inp, n, stream);
     else gelu<true, Gelu::ERF>(dinp, dout, inp, n, stream);
 }

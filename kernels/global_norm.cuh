@@ -182,6 +182,7 @@ static void global_norm_accumulate_of(double* result, double* scratch, const T* 
 static void global_norm_accumulate(double* result, double* scratch, const Values& grad, size_t n, cudaStream_t stream)
 {
     if (n == 0) return;
+    OP(stream, 0, (double)n * dtype_bytes(grad.dtype), n);
     if (grad.dtype == Dtype::FP32) global_norm_accumulate_of(result, scratch, (const float*)grad.at, n, stream);
     else global_norm_accumulate_of(result, scratch, (const floatX*)grad.at, n, stream);
 }
@@ -189,6 +190,7 @@ static void global_norm_accumulate(double* result, double* scratch, const Values
 static void nonfinite_find(int* found, const GradPart* parts, int num_parts, const StepState* state,
                            cudaStream_t stream)
 {
+    OP(stream, 0, 0, num_parts);
     ON_CPU(if (state->skip == Skip::NONFINITE) nonfinite_find_cpu(found, parts, num_parts));
 #ifndef DEVICE_CPU
     LAUNCH(nonfinite_find_kernel, (unsigned)num_parts, GLOBAL_NORM_BLOCK, 0, stream, found, parts, state);

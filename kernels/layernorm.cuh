@@ -301,6 +301,7 @@ static void layernorm_backward_launch(floatX* dinp, float* dweight, float* dbias
 static void layernorm_forward(floatX* out, float* mean, float* rstd, const floatX* inp, const floatX* weight,
                               const floatX* bias, int N, int C, float eps, cudaStream_t stream)
 {
+    OP(stream, 0, 2.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(layernorm_forward_cpu(out, mean, rstd, inp, weight, bias, N, C, eps));
 #ifndef DEVICE_CPU
     layernorm_forward_launch<false>(out, out, mean, rstd, inp, inp, weight, bias, N, C, eps, stream);
@@ -311,6 +312,7 @@ static void residual_layernorm_forward(floatX* residual, floatX* out, float* mea
                                        const floatX* b, const floatX* weight, const floatX* bias, int N, int C,
                                        float eps, cudaStream_t stream)
 {
+    OP(stream, 0, 4.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(residual_layernorm_forward_cpu(residual, out, mean, rstd, a, b, weight, bias, N, C, eps));
 #ifndef DEVICE_CPU
     layernorm_forward_launch<true>(residual, out, mean, rstd, a, b, weight, bias, N, C, eps, stream);
@@ -323,6 +325,7 @@ static void layernorm_backward(floatX* dinp, float* dweight, float* dbias, float
                                const floatX* inp, const floatX* weight, const float* mean, const float* rstd, int N,
                                int C, cudaStream_t stream)
 {
+    OP(stream, 0, 4.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(layernorm_backward_cpu(dinp, dweight, dbias, scratch, dout, inp, weight, mean, rstd, N, C));
 #ifndef DEVICE_CPU
     layernorm_backward_launch(dinp, dweight, dbias, scratch, dout, inp, weight, mean, rstd, N, C, stream);

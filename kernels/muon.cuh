@@ -109,6 +109,7 @@ static __global__ void __launch_bounds__(MUON_BLOCK) muon_combine_kernel(floatX*
 
 static void muon_sum_squares(double* parts, const float* u, int rows, int cols, size_t ld, cudaStream_t stream)
 {
+    OP(stream, 0, 4.0 * rows * cols, rows, cols);
     ON_CPU(muon_sum_squares_cpu(parts, u, rows, cols, ld));
 #ifndef DEVICE_CPU
     LAUNCH(muon_sum_squares_kernel, MUON_PARTS, MUON_BLOCK, 0, stream, parts, u, rows, cols, ld);
@@ -120,6 +121,7 @@ template <class Dst, class Src> static void muon_copy(Dst* dst, size_t ld_dst, c
                                                       int cols, bool transposed, float factor, const double* parts,
                                                       cudaStream_t stream)
 {
+    OP(stream, 0, 1.0 * rows * cols * (sizeof(Dst) + sizeof(Src)), rows, cols);
     ON_CPU(muon_copy_cpu(dst, ld_dst, src, ld_src, rows, cols, transposed, parts ? 1.0f / muon_norm(parts) : factor));
 #ifndef DEVICE_CPU
     const dim3 grid((unsigned)ceil_div(cols, MUON_TILE), (unsigned)ceil_div(rows, MUON_TILE));
@@ -131,6 +133,7 @@ template <class Dst, class Src> static void muon_copy(Dst* dst, size_t ld_dst, c
 
 static void muon_combine(floatX* squared, const floatX* gram, int side, cudaStream_t stream)
 {
+    OP(stream, 0, 3.0 * side * side * sizeof(floatX), side);
     ON_CPU(muon_combine_cpu(squared, gram, side));
 #ifndef DEVICE_CPU
     LAUNCH(muon_combine_kernel, (unsigned)ceil_div((size_t)side * side, MUON_BLOCK), MUON_BLOCK, 0, stream, squared,

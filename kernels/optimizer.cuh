@@ -367,14 +367,30 @@ optimizer_kernel(OptimizerArrays a, OptimizerRuns runs, OptimizerConfig config, 
 
 #endif
 
+/* What a rule moves: of one element, and of how many. */
+static double optimizer_bytes(Rule rule, const OptimizerArrays& a)
+{
+    const double visits = writes_states(rule) ? 2 : 1, copy = has_copy(a) ? sizeof(floatX) : 0;
+    return (reads_param(rule) ? 2 * value_bytes(a.master) + copy : 0) +
+           (reads_m(rule) ? visits * value_bytes(a.m) : 0) + (reads_v(rule) ? visits * value_bytes(a.v) : 0) +
+           (reads_grad(rule) + writes_grad(rule)) * value_bytes(a.grad);
+}
+static size_t optimizer_elems(const OptimizerRuns* runs)
+{
+    size_t n = 0;
+    for (int run = 0; run < runs->num_runs; run++)
+        if (!runs->left_out[run]) n += runs->end[run] - (run > 0 ? runs->end[run - 1] : 0);
+    return n;
+}
+
 /* One rule over all runs, in one launch. sums is LAMB's. */
 template <Rule rule> static void optimizer_update(const OptimizerArrays& a, const OptimizerRuns* runs,
                                                   OptimizerConfig config, const double* sums, const StepState* state,
                                                   cudaStream_t stream)
 {
-    bool all_left_out = true;
-    for (int run = 0; run < runs->num_runs; run++) all_left_out = all_left_out && runs->left_out[run];
-    if (all_left_out) return;
+    const size_t num_updated = optimizer_elems(runs);
+    if (num_updated == 0) return;
+    OP(stream, 0, optimizer_bytes(rule, a) * num_updated, num_updated);
     ON_CPU(optimizer_update_cpu<rule>(a, runs, config, sums, state));
 #ifndef DEVICE_CPU
     const size_t n = runs_elems(runs);
@@ -463,6 +479,7 @@ static void lamb_norms(double* sums, double* scratch, Values master, Values m, V
                        float eps, cudaStream_t stream)
 {
     if (runs->num_runs == 0) return;
+    OP(stream, 0, (value_bytes(master) + value_bytes(m) + value_bytes(v)) * runs_elems(runs), runs_elems(runs));
     ON_CPU(lamb_norms_cpu(sums, scratch, master, m, v, runs, eps));
 #ifndef DEVICE_CPU
     LAUNCH(lamb_norms_kernel, dim3(LAMB_PARTS, runs->num_runs), OPTIMIZER_BLOCK, 0, stream, scratch, master, m, v,

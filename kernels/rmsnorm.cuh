@@ -244,6 +244,7 @@ static void rmsnorm_backward_launch(floatX* dinp, float* dweight, float* scratch
 static void rmsnorm_forward(floatX* out, float* rstd, const floatX* inp, const floatX* weight, int N, int C, float eps,
                             cudaStream_t stream)
 {
+    OP(stream, 0, 2.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(rmsnorm_forward_cpu(out, rstd, inp, weight, N, C, eps));
 #ifndef DEVICE_CPU
     rmsnorm_forward_launch<false>(out, out, rstd, inp, inp, weight, N, C, eps, stream);
@@ -253,6 +254,7 @@ static void rmsnorm_forward(floatX* out, float* rstd, const floatX* inp, const f
 static void residual_rmsnorm_forward(floatX* residual, floatX* out, float* rstd, const floatX* a, const floatX* b,
                                      const floatX* weight, int N, int C, float eps, cudaStream_t stream)
 {
+    OP(stream, 0, 4.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(residual_rmsnorm_forward_cpu(residual, out, rstd, a, b, weight, N, C, eps));
 #ifndef DEVICE_CPU
     rmsnorm_forward_launch<true>(residual, out, rstd, a, b, weight, N, C, eps, stream);
@@ -264,6 +266,7 @@ static size_t rmsnorm_scratch_elems(int C) { return (size_t)RMSNORM_PARTS * C; }
 static void rmsnorm_backward(floatX* dinp, float* dweight, float* scratch, const floatX* dout, const floatX* inp,
                              const floatX* weight, const float* rstd, int N, int C, cudaStream_t stream)
 {
+    OP(stream, 0, 4.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(rmsnorm_backward_cpu(dinp, dweight, scratch, dout, inp, weight, rstd, N, C));
 #ifndef DEVICE_CPU
     rmsnorm_backward_launch(dinp, dweight, scratch, dout, inp, weight, rstd, N, C, stream);

@@ -129,12 +129,14 @@ static void rope(floatX* qkv, const float* table, const int* positions, int N, i
 static void rope_forward(floatX* qkv, const float* table, const int* positions, int N, int T, int num_rotated,
                          int num_heads, int HS, cudaStream_t stream)
 {
+    OP(stream, 0, 2.0 * N * num_rotated * HS * sizeof(floatX), N, num_rotated, HS);
     rope(qkv, table, positions, N, T, num_rotated, num_heads, HS, 1.0f, stream);
 }
 
 static void rope_backward(floatX* dqkv, const float* table, const int* positions, int N, int T, int num_rotated,
                           int num_heads, int HS, cudaStream_t stream)
 {
+    OP(stream, 0, 2.0 * N * num_rotated * HS * sizeof(floatX), N, num_rotated, HS);
     rope(dqkv, table, positions, N, T, num_rotated, num_heads, HS, -1.0f, stream);
 }
 

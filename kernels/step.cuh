@@ -236,6 +236,7 @@ static __global__ void step_state_kernel(StepState* state, const double* sums, S
 
 static void step_state_update(StepState* state, const double* sums, StepConfig config, cudaStream_t stream)
 {
+    OP(stream, 0, 0);
     ON_CPU(step_state_advance(state, sums, config));
 #ifndef DEVICE_CPU
     LAUNCH(step_state_kernel, 1, 1, 0, stream, state, sums, config);

@@ -103,6 +103,7 @@ swiglu_backward_kernel(floatX* dinp, const floatX* dout, const floatX* inp, int 
 
 static void swiglu_forward(floatX* out, const floatX* inp, int N, int F, cudaStream_t stream)
 {
+    OP(stream, 0, 3.0 * N * F * sizeof(floatX), N, F);
     ON_CPU(swiglu_forward_cpu(out, inp, N, F));
 #ifndef DEVICE_CPU
     const bool vec = is_vec(out, F) && is_vec(inp, F);
@@ -115,6 +116,7 @@ static void swiglu_forward(floatX* out, const floatX* inp, int N, int F, cudaStr
 
 static void swiglu_backward(floatX* dinp, const floatX* dout, const floatX* inp, int N, int F, cudaStream_t stream)
 {
+    OP(stream, 0, 5.0 * N * F * sizeof(floatX), N, F);
     ON_CPU(swiglu_backward_cpu(dinp, dout, inp, N, F));
 #ifndef DEVICE_CPU
     const bool vec = is_vec(dinp, F) && is_vec(dout, F) && is_vec(inp, F);

@@ -36,6 +36,9 @@ struct Values {
 
 HOSTDEV size_t dtype_bytes(Dtype dtype) { return dtype == Dtype::FP32 ? 4 : 2; }   // SPLIT: of each half
 
+/* Of an element. */
+static double value_bytes(const Values& a) { return (double)dtype_bytes(a.dtype) * (a.low != nullptr ? 2 : 1); }
+
 static Values values_from(Values a, size_t first)
 {
     return Values{(char*)a.at + first * dtype_bytes(a.dtype), a.dtype, a.low != nullptr ? a.low + first : nullptr};
@@ -282,6 +285,7 @@ values_sum_kernel(Values dst, Values pieces, int num_pieces, size_t n, bool adds
 static void values_sum(Values dst, Values pieces, int num_pieces, size_t n, bool adds, cudaStream_t stream)
 {
     if (n == 0) return;
+    OP(stream, 0, n * ((adds ? 2 : 1) * value_bytes(dst) + num_pieces * value_bytes(pieces)), num_pieces, n);
     ON_CPU(values_sum_cpu(dst, pieces, num_pieces, n, adds));
 #ifndef DEVICE_CPU
     if (values_are_vec(dst, 4) && values_are_vec(pieces, 4) && (num_pieces == 1 || n % 4 == 0))

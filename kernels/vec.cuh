@@ -6,7 +6,7 @@
  *   is_vec               every row starts on 16 bytes and is whole vectors, so W = VEC may be launched
  *   block_sum block_max  over a block of up to 1024 threads (whole warps), same bits in each thread */
 #pragma once
-#include "common.cuh"
+#include "profile.h"
 
 #ifdef DEVICE_CPU
 #include "cpu/simd.h"

@@ -16,7 +16,7 @@ from charts import COLORS, SCRIPT, STYLE, Chart
 from runlog import duration, median, open_runs, short, smooth
 
 NOT_SETTINGS = {"version", "device", "num_ranks", "model_name", "num_params", "global_batch", "num_steps", "memory"}
-PHASES = ("data_ms", "forward_ms", "backward_ms", "reduce_ms", "optimizer_ms", "gather_ms", "wait_ms")
+PHASES = ("data_ms", "forward_ms", "head_ms", "backward_ms", "recompute_ms", "communication_ms", "optimizer_ms")
 
 
 def flags_of(log):

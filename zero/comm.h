@@ -246,6 +246,35 @@ static size_t comm_host_waits(const Comm* c)
     return num_waits;
 }
 
+/* The texts of all ranks, without zero bytes, one after another into rank 0's file; ferror(f) has what went wrong. */
+static void comm_texts_in_turn(const Comm* c, FILE* f, const char* text, size_t length, const char* between)
+{
+    if (c->rank == 0) fprintf(f, "%.*s", (int)length, text);
+#ifndef NO_MPI
+    const size_t PIECE_BYTES = 1 << 20;
+    if (c->rank > 0) {
+        for (size_t done = 0; done <= length; done += PIECE_BYTES) {     // one that is not full is the last
+            size_t n = length - done < PIECE_BYTES ? length - done : PIECE_BYTES;
+            MPI_CHECK(MPI_Send(text + done, (int)n, MPI_BYTE, 0, 0, MPI_COMM_WORLD));
+        }
+        return;
+    }
+    char* piece = (char*)malloc_checked(PIECE_BYTES);
+    for (int r = 1; r < c->num_ranks; r++) {
+        fputs(between, f);
+        for (int n = (int)PIECE_BYTES; n == (int)PIECE_BYTES; ) {
+            MPI_Status status;
+            MPI_CHECK(MPI_Recv(piece, (int)PIECE_BYTES, MPI_BYTE, r, 0, MPI_COMM_WORLD, &status));
+            MPI_CHECK(MPI_Get_count(&status, MPI_BYTE, &n));
+            fprintf(f, "%.*s", n, piece);
+        }
+    }
+    free(piece);
+#else
+    (void)between;
+#endif
+}
+
 /* Is all well on every rank? If not, `why` is that of the first rank where it is not, on all of them. */
 static bool comm_all_well(const Comm* c, bool well, char (&why)[1024])
 {
@@ -324,12 +353,18 @@ static void comm_has_asked(const Comm* c, const char* place, size_t n)
     progress_mark(c->progress + c->stream_idx, c->watch->num_asked, c->streams[c->stream_idx]);
 }
 
+/* With one rank what moves stays here. */
+static SpanKind comm_kind(const Comm* c) { return c->num_ranks > 1 ? SpanKind::COMMUNICATION : SpanKind::COMPUTE; }
+
 /* data (n) = sum over ranks, in place. */
 static void comm_all_reduce(Comm* c, void* data, size_t n, ncclDataType_t type, cudaStream_t stream)
 {
     if (c->num_ranks == 1 || n == 0) return;
+    const size_t sent_bytes = comm_all_reduce_bytes(c, n, nccl_type_bytes(type));
+    CommunicationScope communication(stream, true);
+    COMM_OP(stream, sent_bytes, n);
     comm_asks(c, "ncclAllReduce", n, stream);
-    c->asked_bytes += comm_all_reduce_bytes(c, n, nccl_type_bytes(type));
+    c->asked_bytes += sent_bytes;
 #ifndef NO_NCCL
     NCCL_CHECK(ncclAllReduce(data, data, n, type, ncclSum, c->nccl, stream));
 #else
@@ -372,8 +407,10 @@ static void comm_reduce_scatter(Comm* c, Values out, Values inp, size_t n, bool 
         if (out.at != inp.at) values_sum(out, inp, 1, n, adds, stream);
         return;
     }
+    const size_t sent_bytes = comm_scatter_bytes(c, n, dtype_bytes(inp.dtype));
+    COMM_OP(stream, sent_bytes, n);
     comm_asks(c, "ncclReduceScatter", n, stream);
-    c->asked_bytes += comm_scatter_bytes(c, n, dtype_bytes(inp.dtype));
+    c->asked_bytes += sent_bytes;
     assert(c->pieces != nullptr || (out.dtype == inp.dtype && !adds));
     if (c->pieces != nullptr) comm_reduce_in_order(c, out, inp, n, adds, stream);
 #ifndef NO_NCCL
@@ -387,11 +424,14 @@ static void comm_all_gather(Comm* c, void* data, const void* own, size_t n, nccl
 {
     size_t bytes = n * nccl_type_bytes(type);
     if (c->num_ranks == 1) {
+        OP(stream, 0, data != own ? 2.0 * bytes : 0.0, n);
         if (data != own) CUDA_CHECK(cudaMemcpyAsync(data, own, bytes, cudaMemcpyDeviceToDevice, stream));
         return;
     }
+    const size_t sent_bytes = comm_scatter_bytes(c, n, nccl_type_bytes(type));
+    COMM_OP(stream, sent_bytes, n);
     comm_asks(c, "ncclAllGather", n, stream);
-    c->asked_bytes += comm_scatter_bytes(c, n, nccl_type_bytes(type));
+    c->asked_bytes += sent_bytes;
 #ifndef NO_NCCL
     NCCL_CHECK(ncclAllGather(own, data, n, type, c->nccl, stream));
 #endif
@@ -401,6 +441,7 @@ static void comm_all_gather(Comm* c, void* data, const void* own, size_t n, nccl
 /* n floats from one rank to another; both within a group. */
 static void comm_send(Comm* c, const float* data, size_t n, int to, cudaStream_t stream)
 {
+    COMM_OP(stream, n * sizeof(float), n);
     comm_asks(c, "ncclSend", n, stream);
     c->asked_bytes += n * sizeof(float);
 #ifndef NO_NCCL

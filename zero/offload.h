@@ -43,6 +43,8 @@ static void offload_start(Offload* o, void* device, cudaStream_t compute, bool o
     if (overlap)
         for (cudaStream_t* stream : {&o->d2h, &o->h2d})
             CUDA_CHECK(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
+    profile_stream(o->d2h, "d2h");
+    profile_stream(o->h2d, "h2d");
     CUDA_CHECK(cudaEventCreateWithFlags(&o->edge, cudaEventDisableTiming));
     for (int k = 0; k < OFFLOAD_BUFFERS; k++) {
         for (cudaEvent_t* event : {&o->stored[k], &o->loaded[k]})
@@ -77,6 +79,7 @@ static void offload_write_end(Offload* o, int item)
 {
     if (item >= o->num_items - OFFLOAD_BUFFERS) return;
     stream_wait(o->d2h, o->compute, o->edge, "the item is made");
+    OP(o->d2h, 0, o->item_bytes, item);
     CUDA_CHECK(cudaMemcpyAsync(o->host + item * o->item_bytes, offload_buffer(o, item), o->item_bytes,
                                cudaMemcpyDeviceToHost, o->d2h));
     CUDA_CHECK(cudaEventRecord(o->stored[item % OFFLOAD_BUFFERS], o->d2h));
@@ -89,6 +92,7 @@ static void offload_fetch(Offload* o, int item)
     o->held[k] = item;
     stream_wait(o->h2d, o->compute, o->edge, "the item in the buffer is used up");
     stream_wait(o->h2d, o->d2h, o->edge, "the item is in host memory");
+    OP(o->h2d, 0, o->item_bytes, item);
     CUDA_CHECK(cudaMemcpyAsync(offload_buffer(o, item), o->host + item * o->item_bytes, o->item_bytes,
                                cudaMemcpyHostToDevice, o->h2d));
     CUDA_CHECK(cudaEventRecord(o->loaded[k], o->h2d));

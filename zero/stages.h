@@ -385,6 +385,9 @@ static void zero_start(Zero* z)
     if (z->overlap)
         for (cudaStream_t* stream : {&z->reduce, &z->gather, &z->d2h})
             CUDA_CHECK(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
+    profile_stream(z->compute, "compute");
+    profile_stream(z->reduce, "reduce");
+    profile_stream(z->gather, "gather");
     for (cudaEvent_t* event : {&z->edge, &z->states_copied, &z->grad_ring_free[0], &z->grad_ring_free[1]})
         CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventRecord(z->states_copied, z->d2h));
@@ -418,12 +421,22 @@ static void zero_free(Zero* z)
     free(z->own_params);
 }
 
+/* The compute stream waits for what moves between ranks. */
+static void wait_for_ranks(Zero* z, cudaEvent_t event)
+{
+    Phase before = z->comm->num_ranks > 1 ? phase_begin(Phase::COMMUNICATION) : profile.phase;
+    CUDA_CHECK(cudaStreamWaitEvent(z->compute, event, 0));
+    phase_begin(before);
+}
+
 // ------------------------------------------------------------------------------------------------------ parameters
 /* Every rank's slices of the units of bucket b to all ranks, on the gather stream. */
 static void bucket_gather(Zero* z, int b)
 {
+    CommunicationScope communication(z->gather, z->comm->num_ranks > 1);
     const Buckets* buckets = &z->param_buckets;
     stream_wait(z->gather, z->compute, z->edge, "the slices are updated, and what was in the ring buffer is used up");
+    OP_GROUP("gather_parameters", comm_kind(z->comm), z->gather);
     comm_group_begin(z->comm);
     for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++)
         comm_all_gather(z->comm, z->unit_params[u], z->own_params[u],
@@ -462,7 +475,7 @@ static void zero_params_begin(Zero* z, int u)
     if (u == z->visits[0]) z->visit = 0;
     assert(z->visits[z->visit] == u);
     if (bucket_in_ring(buckets, b)) ring_gather(z, b);
-    CUDA_CHECK(cudaStreamWaitEvent(z->compute, z->params_ready[b], 0));   // the bucket has arrived
+    wait_for_ranks(z, z->params_ready[b]);   // the bucket has arrived
     int next = next_ring_bucket(z, z->visit++);
     if (bucket_in_ring(buckets, next)) ring_gather(z, next);
 }
@@ -487,14 +500,19 @@ static void zero_params_settle(Zero* z)
 }
 
 // ------------------------------------------------------------------------------------------------------- gradients
+static void gradient_clear(Zero* z, int u)
+{
+    const size_t n = z->shard->units[u].range.count;
+    OP_CALL("cudaMemsetAsync", z->compute, n * sizeof(float), n);
+    CUDA_CHECK(cudaMemsetAsync(z->unit_grads[u], 0, n * sizeof(float), z->compute));
+}
+
 /* Before the first micro-step of a step: gradients that are summed over micro-steps start at 0. */
 static void zero_step_begin(Zero* z)
 {
     CUDA_CHECK(cudaMemsetAsync(z->step_sums, 0, NUM_STEP_SUMS * sizeof(double), z->compute));
     for (int u = 0; u < z->shard->num_units; u++)
-        if (!unit_in_ring(&z->grad_buckets, u) && !unit_folds(z, u))
-            CUDA_CHECK(cudaMemsetAsync(z->unit_grads[u], 0, z->shard->units[u].range.count * sizeof(float),
-                                       z->compute));
+        if (!unit_in_ring(&z->grad_buckets, u) && !unit_folds(z, u)) gradient_clear(z, u);
 }
 
 /* Before the backward of unit u: its buffer is clear, to be added to on the compute stream. */
@@ -504,9 +522,8 @@ static float* zero_gradient_begin(Zero* z, int u)
     int b = buckets->of_unit[u];
     if (bucket_in_ring(buckets, b) || unit_folds(z, u)) {
         if (bucket_in_ring(buckets, b) && u == buckets->first_unit[b + 1] - 1)   // the bucket two above has been sent
-            CUDA_CHECK(cudaStreamWaitEvent(z->compute, z->grad_ring_free[buckets->slot[b]], 0));
-        size_t size_bytes = z->shard->units[u].range.count * sizeof(float);
-        CUDA_CHECK(cudaMemsetAsync(z->unit_grads[u], 0, size_bytes, z->compute));
+            wait_for_ranks(z, z->grad_ring_free[buckets->slot[b]]);
+        gradient_clear(z, u);
     }
     return z->unit_grads[u];
 }
@@ -564,6 +581,8 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
                    z->compute);
     if (u != buckets->first_unit[b] || (!boundary && !in_ring)) return;
     stream_wait(z->reduce, z->compute, z->edge, "the bucket's gradient is complete");
+    CommunicationScope communication(z->reduce, z->comm->num_ranks > 1);
+    OP_GROUP("reduce_gradients", comm_kind(z->comm), z->reduce);
     bool one_by_one = z->comm->pieces != nullptr;   // each is summed before the pieces of the next arrive
     for (int i = u; i < end; i++)
         if (unit_sent(z, i).at != z->whole_grads[i].at)

@@ -149,6 +149,16 @@ static void muon_move(Zero* z, int idx, bool back)
                                cudaMemcpyDeviceToDevice, z->compute));
 }
 
+/* The matrices of a round. */
+static void muon_move_round(Zero* z, int first, int end, bool back)
+{
+    CommunicationScope communication(z->compute, true);
+    OP_GROUP("move_matrices", SpanKind::COMMUNICATION, z->compute);
+    comm_group_begin(z->comm);
+    for (int idx = first; idx < end; idx++) muon_move(z, idx, back);
+    comm_group_end(z->comm);
+}
+
 /* The gradients of hidden matrices become the directions of their steps. */
 static void muon_begin(Zero* z, OptimizerConfig config)
 {
@@ -165,9 +175,7 @@ static void muon_begin(Zero* z, OptimizerConfig config)
         int end = first + z->comm->num_ranks < m->num_tensors ? first + z->comm->num_ranks : m->num_tensors;
         int mine = first + z->comm->rank;
         for (bool back : {false, true}) {
-            comm_group_begin(z->comm);
-            for (int idx = first; idx < end; idx++) muon_move(z, idx, back);
-            comm_group_end(z->comm);
+            muon_move_round(z, first, end, back);
             if (!back && mine < end) muon_tensor(z, &z->shard->tensors[m->tensors[mine]], m->whole);
         }
     }
@@ -213,7 +221,9 @@ static void unit_step(Zero* z, int u, OptimizerConfig config)
 static void zero_step_end(Zero* z, StepConfig config, OptimizerConfig optimizer, int slot)
 {
     const Shard* shard = z->shard;
+    if (z->comm->num_ranks > 1) phase_begin(Phase::COMMUNICATION);
     stream_wait(z->compute, z->reduce, z->edge, "every gradient has arrived");
+    phase_begin(Phase::OPTIMIZER);
     for (int u = 0; u < shard->num_units; u++) {
         Range slice = shard_slice(shard, u, z->comm->rank);
         global_norm_accumulate(z->step_sums, z->norm_scratch, zero_reduced_grad(z, u, slice.first), slice.count,

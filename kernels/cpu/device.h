@@ -2,6 +2,7 @@
  * DEVICE_CPU or DEVICE_EMU is defined.
  *   device_set_budget     bytes the device pretends to have; also TRAIN_GPT_DEVICE_MB. cudaMalloc fails beyond it.
  *   device_used_bytes     allocated now          device_peak_bytes    the most that ever was
+ *   device_forget_peak    the most from now on
  *   pinned_used_bytes     host memory of cudaMallocHost, allocated now
  *   host_sync_count       how often the host waited for a stream, an event or the device; nothing inside a step should
  *   nccl_wire_bytes       bytes this rank has sent to other ranks, by kind of collective
@@ -13,6 +14,7 @@
 void device_set_budget(size_t budget_bytes);
 size_t device_used_bytes(void);
 size_t device_peak_bytes(void);
+void device_forget_peak(void);
 size_t pinned_used_bytes(void);
 uint64_t host_sync_count(void);
 

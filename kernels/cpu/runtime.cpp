@@ -64,6 +64,7 @@ static size_t device_budget(void)
 void device_set_budget(size_t bytes) { budget_bytes = bytes; }
 size_t device_used_bytes(void) { return used_bytes; }
 size_t device_peak_bytes(void) { return peak_bytes; }
+void device_forget_peak(void) { peak_bytes = used_bytes; }
 size_t pinned_used_bytes(void) { return pinned_bytes; }
 uint64_t host_sync_count(void) { return num_host_syncs; }
 
