@@ -143,6 +143,7 @@ static void tune_cache_write(const Tuner* t)
 static void tune_micro(Run* run)
 {
     Zero* z = &run->zero;
+    for (int i = 0; i < matmul_state.num_plans; i++) matmul_state.plans[i].d_data = nullptr;   // of others: long gone
     zero_step_begin(z);
     model_train_micro(&run->model, run->B, run->T, 1e-6f, 0, 1);
     stream_wait(z->compute, z->reduce, z->edge, "gradients are still being sent");
@@ -221,7 +222,8 @@ static void tune_rank_0(Tuner* t, const char* resume_path)
     Run* run = t->run;
     run->products = json_added(cJSON_CreateArray(), "products");
     for (int i = 0; i < matmul_state.num_plans; i++) {
-        cJSON* line = matmul_state.plans[i].exists ? tune_choose(t, &matmul_state.plans[i]) : nullptr;
+        MatmulPlan* plan = &matmul_state.plans[i];
+        cJSON* line = plan->exists && plan->d_data != nullptr ? tune_choose(t, plan) : nullptr;
         if (line != nullptr) cJSON_AddItemToArray(run->products, line);
     }
     tune_cache_write(t);
