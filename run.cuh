@@ -179,6 +179,15 @@ static size_t step_micro_steps(const Run* run, size_t step)
 }
 static int step_seq_len(const Run* run, size_t step) { return (int)ramp_size(run->seq_ramp, step, 8, run->T); }
 
+/* Windows that the steps before `end` use. */
+static size_t windows_before(const Run* run, size_t end)
+{
+    size_t used = 0, step = 0;
+    for (; step < end && step < run->batch_ramp.steps; step++)
+        used += step_micro_steps(run, step) * run->B * run->comm.num_ranks;
+    return used + (end - step) * run->global_batch;
+}
+
 /* The step that uses up `windows`, from step `first` on. */
 static size_t last_step(const Run* run, size_t first, size_t windows)
 {

@@ -102,7 +102,7 @@ static void print_start(Run* run, const char* model_name)
     SAY("batch   %zu sequences = %d per micro-step x %d micro-steps x %d ranks | %zu tokens per step\n",
         run->global_batch, run->B, run->G, run->comm.num_ranks, run->global_batch * run->T);
     SAY("steps   %zu = %.2f epochs | lr %.3g %s to %.3g, warm-up %zu steps | seed %lld\n", run->num_steps,
-        run->train == nullptr ? 0 : (double)run->num_steps * run->global_batch / run->train->num_windows,
+        run->train == nullptr ? 0 : (double)windows_before(run, run->num_steps) / run->train->num_windows,
         run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
     if (run->comm.rank == 0) rates_print(f, stdout);
