@@ -1,4 +1,4 @@
-"""A build without MPI and NCCL: one process, with the bits of the others; started as one of two it says what it lacks."""
+"""A build without MPI and NCCL: one process, the bits of the others; started as one of two it says what it lacks."""
 import json
 import re
 import subprocess
