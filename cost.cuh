@@ -276,16 +276,17 @@ static void cost_gradients(CostWalk* w)
     double G = z->num_micro_steps;
     w->part = Part::BACKWARD;
     for (int u = 0; u < z->shard->num_units; u++) {
-        double count = (double)z->shard->units[u].range.count, kept = (double)dtype_bytes(z->storage.grads);
+        Storage storage = unit_storage(z, u);
+        double count = (double)z->shard->units[u].range.count, kept = (double)dtype_bytes(storage.grads);
         bool in_ring = unit_in_ring(&z->grad_buckets, u), folds = unit_folds(z, u);
         w->times = in_ring || folds ? G : 1;
         cost_add(w, "cudaMemsetAsync", 0, 4 * count);
         w->times = G;
         if (folds) cost_add(w, "values_sum", 0, count * (4 + kept + kept * (G - 1) / G));
         w->times = in_ring ? G : 1;
-        Dtype whole = folds ? z->storage.grads : Dtype::FP32;
-        if (z->comm->num_ranks > 1 && whole != z->storage.sent)
-            cost_add(w, "values_convert", 0, count * (double)(dtype_bytes(whole) + dtype_bytes(z->storage.sent)));
+        Dtype whole = folds ? storage.grads : Dtype::FP32;
+        if (z->comm->num_ranks > 1 && whole != storage.sent)
+            cost_add(w, "values_convert", 0, count * (double)(dtype_bytes(whole) + dtype_bytes(storage.sent)));
     }
 }
 
@@ -293,10 +294,11 @@ static void cost_gradients(CostWalk* w)
 /* What a step of an element moves: weights read, or written too with their copy for the model; a moment both ways. */
 typedef struct UpdateBytes { double reads, weights, moment; } UpdateBytes;
 
-static UpdateBytes update_bytes(Storage storage)
+static UpdateBytes update_bytes(const Zero* z, int u)
 {
+    Storage storage = unit_storage(z, u);
     bool none = storage.master == FLOATX_DTYPE;
-    double copy = none || storage.master == Dtype::SPLIT ? 0 : ELEM;
+    double copy = none || storage.master == Dtype::SPLIT || unit_is_fp32(z->shard, u) ? 0 : ELEM;
     return UpdateBytes{none ? ELEM : 4, (none ? 2 * ELEM : 8) + copy, 2 * (double)dtype_bytes(storage.moments)};
 }
 
@@ -327,16 +329,16 @@ static void cost_muon(CostWalk* w)
 static void cost_update(CostWalk* w)
 {
     const Zero* z = w->m->zero;
-    UpdateBytes b = update_bytes(z->storage);
     Optimizer optimizer = z->optimizer->optimizer;
     bool lamb = optimizer == Optimizer::LAMB;
-    double moments = b.moment * (z->optimizer->has_m + z->optimizer->has_v);
     w->part = Part::OPTIMIZER;
     w->times = 1;
     if (lamb) cost_add(w, "cudaMemsetAsync", 0, 16.0 * z->shard->num_tensors);
     for (int u = 0; u < z->shard->num_units; u++) {
         bool narrow = zero_slices_grads(z) || unit_folds(z, u);
-        double grad = (double)dtype_bytes(narrow ? z->storage.grads : Dtype::FP32);
+        UpdateBytes b = update_bytes(z, u);
+        double moments = b.moment * (z->optimizer->has_m + z->optimizer->has_v);
+        double grad = (double)dtype_bytes(narrow ? unit_storage(z, u).grads : Dtype::FP32);
         double count = (double)zero_owned(z, u).count, hidden = 0;
         double slice = (double)shard_slice(z->shard, u, z->comm->rank).count;
         cost_add(w, "global_norm_accumulate", 0, grad * slice);
@@ -348,6 +350,8 @@ static void cost_update(CostWalk* w)
         if (count > hidden)
             cost_add(w, "optimizer_update", 0,
                      (count - hidden) * (lamb ? b.weights + moments / 2 : b.weights + moments + grad));
+        if (unit_is_fp32(z->shard, u) && z->rounds_fp32)
+            cost_add(w, "weights_round", 0, (4 + ELEM) * (double)z->shard->units[u].range.count);
     }
     if (optimizer == Optimizer::MUON) cost_muon(w);
 }

@@ -38,6 +38,7 @@
     F(ONEOF,  state_dtype,    0,  "fp32",    "fp32|bf16", 0, "the optimizer's moments; bf16 is rounded at random") \
     F(ONEOF,  grad_dtype,     0,  "fp32",    "fp32|bf16|fp16", 0, "gradients are summed over micro-steps in fp32, or in the 16 bits of -p (those of embeddings and head in fp32 until they are sent)") \
     F(ONEOF,  comm_dtype,     0,  "grad",    "grad|fp32|bf16|fp16", 0, "gradients go to other ranks in this type; grad = that of --grad-dtype") \
+    F(TEXT,   fp32_tensors,   0,  "",        0, 0, "bf16, fp16: tensors kept in fp32, weight, gradient and moments: parts of their names (wte,ln_f) or shell patterns with commas between; products read them rounded") \
     F(REAL,   loss_scale,     0,  0,         0, 1e30, "fp16: factor of the loss in the backward; 0 = found while training") \
     F(INT,    initial_scale_power, 0, 16,    0, 31, "fp16: the loss scale starts at 2 to this power") \
     F(INT,    loss_scale_window, 0, 1000,    1, 1 << 30, "fp16: the loss scale doubles after so many good steps in a row") \
@@ -117,8 +118,7 @@
 
 /* Options of the design that are not built yet: refused by name, never ignored. */
 #define FLAGS_LATER \
-    "tp pp sp offload-dir " \
-    "fp32-tensors"
+    "tp pp sp offload-dir"
 
 #define VALUES_LATER "1bit-adam 01-adam 1bit-lamb onebitadam zerooneadam onebitlamb"
 

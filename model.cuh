@@ -13,6 +13,7 @@
  *
  * What is here, in order: the tensor tables, the only list of tensors; Model, its activations; forward; backward. */
 #pragma once
+#include <fnmatch.h>
 #include "kernels/attention.cuh"
 #include "kernels/classifier.cuh"
 #include "kernels/dropout.cuh"
@@ -106,11 +107,11 @@ static bool config_has(const Config* c, Row row)
     return row != LM_HEAD || !c->tied;
 }
 
-/* Units: 0 the embeddings, 1..L the blocks, L+1 the head. With pieces: those of wte, the blocks, the final norm, those
- * of the head. */
-static int unit_embed(const Config*, int piece = 0) { return piece; }
-static int unit_block(const Config* c, int layer) { return c->num_pieces + layer; }
-static int unit_head(const Config* c) { return c->num_pieces + c->L; }
+/* Units: the embeddings, the blocks, the head. With pieces: those of wte, the blocks, the final norm, those of the
+ * head. Before all of them what is kept in fp32, if there is any. */
+static int unit_embed(const Config* c, int piece = 0) { return c->num_fp32_units + piece; }
+static int unit_block(const Config* c, int layer) { return c->num_fp32_units + c->num_pieces + layer; }
+static int unit_head(const Config* c) { return unit_block(c, c->L); }
 static int unit_lm_head(const Config* c, int piece) { return unit_head(c) + (c->num_pieces > 1 ? 1 + piece : 0); }
 static int num_units(const Config* c) { return unit_lm_head(c, c->num_pieces - 1) + 1; }
 
@@ -171,10 +172,56 @@ static void tensor_add(Tensor* out, const Config* c, const TensorRow* row, int u
     out->row = row->row;
 }
 
-/* All tensors of the model in unit order, placed for R ranks. */
-static void model_tensors(Shard* shard, Config* c, int num_ranks)
+/* Does a matrix product read it, as its weight or bias? A tied wte is the head too. */
+static bool row_is_in_product(const Config* c, int row)
+{
+    switch (row) {
+    case WTE: return c->tied;
+    case WPE: case NORM_1_WEIGHT: case NORM_1_BIAS: case NORM_2_WEIGHT: case NORM_2_BIAS: case NORM_F_WEIGHT:
+    case NORM_F_BIAS: return false;
+    default: return true;
+    }
+}
+
+/* Is `item` some of the parts of a tensor's name, between dots, or a shell pattern that fits it? */
+static bool name_fits(const char* item, const char* name)
+{
+    char dotted_item[66], dotted_name[66];
+    snprintf(dotted_item, sizeof dotted_item, ".%.63s.", item);
+    snprintf(dotted_name, sizeof dotted_name, ".%.63s.", name);
+    return strstr(dotted_name, dotted_item) != nullptr || fnmatch(item, name, 0) == 0;
+}
+
+/* --fp32-tensors: marks what fits one of the names of `list`, which have commas between. What lies as one matrix, and
+ * weight and bias of a norm, are kept in the same way. */
+static void tensors_keep_fp32(Tensor* tensors, int num_tensors, const char* list)
+{
+    char *items = strdup(list), *rest;
+    ENSURE(items != nullptr, "out of memory");
+    for (char* item = strtok_r(items, ",", &rest); item != nullptr; item = strtok_r(nullptr, ",", &rest)) {
+        int num_fit = 0;
+        for (Tensor* t = tensors; t < tensors + num_tensors; t++) {
+            if (!name_fits(item, t->name)) continue;
+            t->fp32 = true;
+            num_fit++;
+        }
+        if (num_fit == 0)
+            die_usage("--fp32-tensors '%s': no tensor has that in its name, between dots, nor fits it as a pattern; "
+                      "the first is %s", item, tensors[0].name);
+    }
+    free(items);
+    for (Tensor* t = tensors + 1; t < tensors + num_tensors; t++) {
+        bool is_norm_bias = t->row == NORM_1_BIAS || t->row == NORM_2_BIAS || t->row == NORM_F_BIAS;
+        if ((t->joined || is_norm_bias) && t->fp32 != t[-1].fp32)
+            die_usage("--fp32-tensors: %s and %s go together: give both or neither", t[-1].name, t->name);
+    }
+}
+
+/* All tensors of the model in unit order, placed for R ranks; those of fp32_list in fp32. */
+static void model_tensors(Shard* shard, Config* c, int num_ranks, const char* fp32_list)
 {
     config_cut(c, num_ranks);
+    c->num_fp32_units = 0;
     const TensorRow* rows = c->family == Family::GPT2 ? gpt2_tensors : llama_tensors;
     int num_rows = (int)(c->family == Family::GPT2 ? sizeof gpt2_tensors : sizeof llama_tensors) / (int)sizeof rows[0];
     Tensor* tensors = (Tensor*)malloc_checked((num_rows * (size_t)(c->L + 1) + 2 * c->num_pieces) * sizeof(Tensor));
@@ -187,7 +234,9 @@ static void model_tensors(Shard* shard, Config* c, int num_ranks)
             n++;
         }
     }
+    if (fp32_list[0] != 0) tensors_keep_fp32(tensors, n, fp32_list);
     shard_build(shard, tensors, n, num_ranks);
+    c->num_fp32_units = shard->num_fp32_units;
 }
 
 /* The (first) tensor `row` of `unit`; null if the model has none. */
@@ -196,7 +245,17 @@ static const Tensor* unit_tensor(const Shard* s, int unit, int row)
     const Tensor* t = &s->tensors[s->units[unit].first_tensor];
     for (int i = 0; i < s->units[unit].num_tensors; i++)
         if (t[i].row == row) return &t[i];
+    for (int i = 0; i < (s->num_fp32_units > 0 ? s->units[0].num_tensors : 0); i++)
+        if (s->tensors[i].home == unit && s->tensors[i].row == row) return &s->tensors[i];
     return nullptr;
+}
+
+/* Does a product read something that is kept in fp32? */
+static bool model_rounds_fp32(const Shard* s, const Config* c)
+{
+    for (int i = 0; i < (s->num_fp32_units > 0 ? s->units[0].num_tensors : 0); i++)
+        if (row_is_in_product(c, s->tensors[i].row)) return true;
+    return false;
 }
 
 // ----------------------------------------------------------------------------------------------------------- Model
@@ -320,7 +379,7 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     size_t N = (size_t)B * T, C = c->C, F = c->F, FC = fc_width(c), L = c->L, LN = L * N;
     size_t Q = config_dim(c, Dim::Q), QKV = config_dim(c, Dim::QKV);
     size_t head_rows = max_size(((size_t)64 << 20) / (c->VP * sizeof(floatX)), 256);
-    m->head_rows = (int)(head_rows < N ? head_rows : N);
+    m->head_rows = (int)ceil_div(N, ceil_div(N, head_rows));       // chunks of about the same size
     const char* label = "activations";
     const Place D = Place::DEVICE;
     size_t cheap = N * kept_layers(m, Recompute::CHEAP), mlp = N * kept_layers(m, Recompute::MLP);
@@ -383,18 +442,29 @@ static double model_flops_per_token(const Config* c, int T)
     return 6.0 * (c->L * block + (double)c->V * c->C) + 6.0 * c->L * Q * T;
 }
 
-/* Tensor `row` of a unit for which zero_params_begin has been called; null if the model has none. */
+/* Where tensor t lies in its unit. */
+static size_t tensor_offset(const Model* m, const Tensor* t) { return t->first - m->shard.units[t->unit].range.first; }
+
+/* Tensor `row` of a unit for which zero_params_begin has been called; null if the model has none. Of what is kept in
+ * fp32, the rounded copy that products read. */
 static floatX* model_param(const Model* m, int unit, int row)
 {
     const Tensor* t = unit_tensor(&m->shard, unit, row);
-    return t == nullptr ? nullptr : m->zero->unit_params[unit] + (t->first - m->shard.units[unit].range.first);
+    return t == nullptr ? nullptr : m->zero->unit_params[t->unit] + tensor_offset(m, t);
+}
+
+/* The same where it is kept in fp32; else null. */
+static const float* model_param_fp32(const Model* m, int unit, int row)
+{
+    const Tensor* t = unit_tensor(&m->shard, unit, row);
+    return t == nullptr || !t->fp32 ? nullptr : m->zero->fp32_params + tensor_offset(m, t);
 }
 
 /* The gradient of tensor `row` in the buffer that zero_gradient_begin gave for its unit. */
 static float* model_grad(const Model* m, int unit, int row)
 {
     const Tensor* t = unit_tensor(&m->shard, unit, row);
-    return t == nullptr ? nullptr : m->zero->unit_grads[unit] + (t->first - m->shard.units[unit].range.first);
+    return t == nullptr ? nullptr : m->zero->unit_grads[t->unit] + tensor_offset(m, t);
 }
 
 // --------------------------------------------------------------------------------------------------------- forward
@@ -423,19 +493,30 @@ static const floatX* branch_gradient(const Model* m, DropoutSite site, int layer
     return m->dbranch;
 }
 
+/* norm_forward with weight and bias as they are kept. */
+template <class P> static void norm_forward_of(const Model* m, floatX* residual, floatX* out, float* mean, float* rstd,
+                                               const floatX* a, const floatX* b, const P* weight, const P* bias, int N)
+{
+    const Config* c = &m->config;
+    cudaStream_t stream = m->zero->compute;
+    if (is_llama(m) && b == nullptr) rmsnorm_forward(out, rstd, a, weight, N, c->C, c->eps, stream);
+    else if (is_llama(m)) residual_rmsnorm_forward(residual, out, rstd, a, b, weight, N, c->C, c->eps, stream);
+    else if (b == nullptr) layernorm_forward(out, mean, rstd, a, weight, bias, N, c->C, c->eps, stream);
+    else residual_layernorm_forward(residual, out, mean, rstd, a, b, weight, bias, N, c->C, c->eps, stream);
+}
+
 /* The norm whose weight is `row`: residual (N,C) = a + b, out = norm(residual). b null: residual is a, and is not
  * written. means and rstds are written from `first` on; RMSNorm has no means. */
 static void norm_forward(const Model* m, int unit, int row, floatX* residual, floatX* out, float* means, float* rstds,
                          size_t first, const floatX* a, const floatX* b, int N)
 {
-    const Config* c = &m->config;
-    cudaStream_t stream = m->zero->compute;
     float *mean = is_llama(m) ? nullptr : means + first, *rstd = rstds + first;
-    const floatX *weight = model_param(m, unit, row), *bias = model_param(m, unit, row + 1);
-    if (is_llama(m) && b == nullptr) rmsnorm_forward(out, rstd, a, weight, N, c->C, c->eps, stream);
-    else if (is_llama(m)) residual_rmsnorm_forward(residual, out, rstd, a, b, weight, N, c->C, c->eps, stream);
-    else if (b == nullptr) layernorm_forward(out, mean, rstd, a, weight, bias, N, c->C, c->eps, stream);
-    else residual_layernorm_forward(residual, out, mean, rstd, a, b, weight, bias, N, c->C, c->eps, stream);
+    const float* weight = model_param_fp32(m, unit, row);
+    if (weight != nullptr)
+        norm_forward_of(m, residual, out, mean, rstd, a, b, weight, model_param_fp32(m, unit, row + 1), N);
+    else
+        norm_forward_of<floatX>(m, residual, out, mean, rstd, a, b, model_param(m, unit, row),
+                                model_param(m, unit, row + 1), N);
 }
 
 /* out (N,OC) = the linear layer whose weight is `row`, of inp (N,IC). */
@@ -509,19 +590,27 @@ static void block_restore(Model* m, int layer, int B, int T)
 }
 
 // -------------------------------------------------------------------------------------------------------- backward
-/* m->dresidual += gradient of the norm's input, from m->dnorm, that of its output. */
-static void norm_backward(const Model* m, int unit, int row, const floatX* inp, const float* means, const float* rstds,
-                          size_t first, int N)
+/* norm_backward with the weight as it is kept. */
+template <class P> static void norm_backward_of(const Model* m, float* dweight, float* dbias, const floatX* inp,
+                                                const float* mean, const float* rstd, const P* weight, int N)
 {
     int C = m->config.C;
-    const float *mean = is_llama(m) ? nullptr : means + first, *rstd = rstds + first;
     cudaStream_t stream = m->zero->compute;
-    const floatX* weight = model_param(m, unit, row);
-    float *dweight = model_grad(m, unit, row), *dbias = model_grad(m, unit, row + 1);
     if (is_llama(m))
         rmsnorm_backward(m->dresidual, dweight, m->scratch, m->dnorm, inp, weight, rstd, N, C, stream);
     else
         layernorm_backward(m->dresidual, dweight, dbias, m->scratch, m->dnorm, inp, weight, mean, rstd, N, C, stream);
+}
+
+/* m->dresidual += gradient of the norm's input, from m->dnorm, that of its output. */
+static void norm_backward(const Model* m, int unit, int row, const floatX* inp, const float* means, const float* rstds,
+                          size_t first, int N)
+{
+    const float *mean = is_llama(m) ? nullptr : means + first, *rstd = rstds + first;
+    float *dweight = model_grad(m, unit, row), *dbias = model_grad(m, unit, row + 1);
+    const float* weight = model_param_fp32(m, unit, row);
+    if (weight != nullptr) norm_backward_of(m, dweight, dbias, inp, mean, rstd, weight, N);
+    else norm_backward_of<floatX>(m, dweight, dbias, inp, mean, rstd, model_param(m, unit, row), N);
 }
 
 /* dinp (N,IC) =, and the gradients of weight and bias +=, from dout (N,OC). */

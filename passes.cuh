@@ -25,7 +25,7 @@ static bool makes_segment_again(const Model* m, int layer)
 static void model_visits(Model* m)
 {
     const Config* c = &m->config;
-    m->visits = (int*)malloc_checked((3 * (size_t)c->L + 3 * c->num_pieces + 1) * sizeof(int));
+    m->visits = (int*)malloc_checked((3 * (size_t)c->L + 3 * c->num_pieces + 2) * sizeof(int));
     int n = 0;
     for (int unit = 0; unit < num_units(c); unit++) m->visits[n++] = unit;
     if (m->walks_vocab)
@@ -38,13 +38,14 @@ static void model_visits(Model* m)
     m->num_visits = n;
 }
 
-/* Units whose gradients stay whole, and at stage 3 their parameters: embeddings and head, unless the vocabulary is
- * walked through. */
+/* Units whose gradients stay whole, and at stage 3 their parameters: what is kept in fp32, embeddings and head, unless
+ * the vocabulary is walked through. */
 static void model_resident(const Model* m, bool* resident)
 {
     const Config* c = &m->config;
     for (int u = 0; u < num_units(c); u++)
-        resident[u] = u == unit_head(c) || (!m->walks_vocab && (u < unit_block(c, 0) || u > unit_head(c)));
+        resident[u] = u < unit_embed(c) || u == unit_head(c) ||
+                      (!m->walks_vocab && (u < unit_block(c, 0) || u > unit_head(c)));
 }
 
 /* Makes the segment that ends with block `layer` again from its input. */
@@ -64,18 +65,33 @@ static TokenRange piece_tokens(const Config* c, int piece)
     return TokenRange{piece * c->piece_rows, piece_columns(c, piece)};
 }
 
+/* embedding_rows with wte, of `unit`, and wpe as they are kept. */
+template <class E> static void embed_rows(const Model* m, floatX* out, const int* positions, int unit, const E* wte,
+                                          TokenRange range, int N, int T)
+{
+    int C = m->config.C;
+    const float* wpe = model_param_fp32(m, unit, WPE);
+    if (wpe != nullptr)
+        embedding_rows(out, m->tokens, positions, wte, wpe, range, N, T, C, m->zero->compute);
+    else
+        embedding_rows<E, floatX>(out, m->tokens, positions, wte, model_param(m, unit, WPE), range, N, T, C,
+                                  m->zero->compute);
+}
+
 /* m->tokens (N) -> out (N,C). positions null: row n stands at n % T. Whole, the pieces are one matrix. */
 static void embed_forward(const Model* m, floatX* out, const int* positions, int N, int T)
 {
     const Config* c = &m->config;
+    if (c->num_fp32_units > 0) zero_params_begin(m->zero, 0);
     for (int piece = 0; piece < c->num_pieces; piece++) {
         int unit = unit_embed(c, piece);
         zero_params_begin(m->zero, unit);
         if (!m->walks_vocab && piece < c->num_pieces - 1) continue;
         TokenRange range = m->walks_vocab ? piece_tokens(c, piece) : ALL_TOKENS;
         if (!m->walks_vocab) unit = unit_embed(c);
-        embedding_rows(out, m->tokens, positions, model_param(m, unit, WTE), model_param(m, unit, WPE), range, N, T,
-                       c->C, m->zero->compute);
+        const float* wte = model_param_fp32(m, unit, WTE);
+        if (wte != nullptr) embed_rows(m, out, positions, unit, wte, range, N, T);
+        else embed_rows<floatX>(m, out, positions, unit, model_param(m, unit, WTE), range, N, T);
     }
 }
 
@@ -255,6 +271,7 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
                            stream, piece_tokens(c, piece));
         zero_gradient_end(z, embed, micro, num_micro);
     }
+    if (c->num_fp32_units > 0) zero_gradient_end(z, 0, micro, num_micro);
 }
 
 /* Adds the losses of m->tokens, m->targets (B,T) to sums[0] (count) and sums[1] (loss), on the device. */

@@ -1,5 +1,6 @@
 /* run.cuh: a run: what it holds, and its set-up from flags, files and number of ranks up to the plan of its memory. */
 #pragma once
+#include <sys/resource.h>
 #include "flags.h"
 #include "data/run_log.h"
 #include "kernels/device.cuh"
@@ -55,6 +56,7 @@ typedef struct Run {
     cJSON* products;               // what tune.cuh has chosen, for run.json; null: nothing
     int *h_tokens, *h_targets;     // (STEPS_IN_FLIGHT,G,B,T) pinned: no batch of a step waits for one to be copied
     cudaEvent_t batch_copied[2];   // of evaluation, which has no end to wait for
+    long step_page_faults[STEPS_IN_FLIGHT];
     size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
     size_t step_waits, result_waits;   // of the host: inside steps, and for the result of the step before
     Ask ask;                       // what the ranks have agreed that a signal asks for
@@ -274,6 +276,14 @@ static size_t resident_bytes(void)
     return got == 2 ? resident_pages * (size_t)sysconf(_SC_PAGESIZE) : 0;
 }
 
+/* How often this process has had to wait for a page of its memory. */
+static long page_faults(void)
+{
+    struct rusage usage;
+    ENSURE(getrusage(RUSAGE_SELF, &usage) == 0, "getrusage: %s", strerror(errno));
+    return usage.ru_minflt + usage.ru_majflt;
+}
+
 static size_t wire_bytes_per_step(const Run* run)
 {
     WireBytes bytes = zero_wire_bytes(&run->zero);
@@ -360,9 +370,9 @@ static void plan_run(Run* run, bool training)
     model_visits(m);
     bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
     model_resident(m, resident);
-    ZeroConfig zero = {s->stage, resident, s->G, training, s->storage, optimizer_find(f->optimizer), f->overlap != 0,
-                       strcmp(f->reduce, "step") == 0, f->deterministic,
-                       (size_t)f->persist_below, m->visits, m->num_visits,
+    ZeroConfig zero = {s->stage, resident, s->G, training, s->storage, optimizer_find(f->optimizer),
+                       model_rounds_fp32(&m->shard, &m->config), f->overlap != 0, strcmp(f->reduce, "step") == 0,
+                       f->deterministic, (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
     if (training && f->out[0]) saver_plan(&run->saver, &run->zero, &run->plan);

@@ -34,7 +34,8 @@ static void save_say(Run* run)
 {
     const Saver* s = &run->saver;
     if (!s->failed) {
-        SAY("saved %s in %.2f s\n", s->path, watch_now_s() - s->begun_s);
+        SAY("saved %s in %.2f s: training waited %.2f s, its threads took %.2f s\n", s->path,
+            watch_now_s() - s->begun_s, s->waited_s, s->thread_s);
         return;
     }
     char newest[4096];

@@ -20,6 +20,7 @@ typedef struct Config {
     float pdrop;            // dropout that config.json names; only said
     char* hf_text;          // config.json as it was read, written back as it is; null for presets
     int num_pieces, piece_rows;   // wte and the head as sub-units: model_tensors
+    int num_fp32_units;     // 1 if some tensors are kept in fp32
 } Config;
 
 /* Sets what follows from the rest and refuses what no kernel can do; `from` names the preset or file. */

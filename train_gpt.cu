@@ -35,19 +35,18 @@
 #endif
 #define VERSION_LINE VERSION ", compiled " __DATE__ " with " __VERSION__ ", device " DEVICE_KIND
 
-void run_all_fp32(const Flags* f, Comm* comm);   // one in each object
-void run_all_bf16(const Flags* f, Comm* comm);
-void run_all_fp16(const Flags* f, Comm* comm);
+/* One in each object, named by its precision and instruction set (kernels/cpu/isa.h). */
 #if defined(PREC_BF16)
-#define RUN_ALL run_all_bf16
+#define RUN_ALL ISA_NAME(run_all_bf16)
 #elif defined(PREC_FP16)
-#define RUN_ALL run_all_fp16
+#define RUN_ALL ISA_NAME(run_all_fp16)
 #else
-#define RUN_ALL run_all_fp32
+#define RUN_ALL ISA_NAME(run_all_fp32)
 #endif
+void RUN_ALL(const Flags* f, Comm* comm);
 
 #ifdef PREC_BF16
-size_t device_bytes_bf16(const Run* run, Setting s) { return setting_estimate(run, s).device_bytes; }
+size_t ISA_NAME(device_bytes_bf16)(const Run* run, Setting s) { return setting_estimate(run, s).device_bytes; }
 #endif
 
 // ------------------------------------------------------------------------------------------------ what is printed
@@ -106,6 +105,9 @@ static void print_start(Run* run, const char* model_name)
         run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
     if (run->comm.rank == 0) rates_print(f, stdout);
+    if (f->fp32_tensors[0])
+        SAY("fp32    %d tensors, %zu elements with their padding\n", run->model.shard.units[0].num_tensors,
+            run->model.shard.units[0].range.count);
     if (run->batch_ramp.steps > 0)
         SAY("ramp    global batch from %zu, over %zu steps\n", run->batch_ramp.from, run->batch_ramp.steps);
     if (run->seq_ramp.steps > 0)
@@ -174,6 +176,7 @@ static void print_step(Run* run, const StepState* s, size_t step, int slot, doub
     log_int(&run->log, "tokens", (long long)s->num_toks);
     log_int(&run->log, "skipped", s->skip == Skip::NONFINITE || s->skip == Skip::SPIKE);
     log_real(&run->log, "host_mib", resident_bytes() / 1048576.0);
+    log_int(&run->log, "page_faults", run->step_page_faults[slot]);
     if (is_fp16()) log_real(&run->log, "loss_scale", s->used_loss_scale);
     remark_step(run, s, slot, remark);
     if (run->comm.rank != 0) return;
@@ -243,6 +246,7 @@ static void train_step(Run* run)
     profile_step_begin(slot);
     if (run->comm.watch != nullptr) run->comm.watch->step = run->step + 1;
     size_t asked_before = run->comm.asked_bytes, waits_before = comm_host_waits(&run->comm);
+    long faults_before = page_faults();
     zero_step_begin(&run->zero);
     int G = (int)step_micro_steps(run, run->step), T = step_seq_len(run, run->step);
     size_t position = 0;
@@ -267,6 +271,7 @@ static void train_step(Run* run)
     zero_step_end(&run->zero, config, optimizer_config(run->flags), slot);
     run->step_asked_bytes += run->comm.asked_bytes - asked_before;
     run->step_waits += comm_host_waits(&run->comm) - waits_before;
+    run->step_page_faults[slot] = page_faults() - faults_before;
     profile_step_end();
 }
 
@@ -496,7 +501,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->elastic && resumes) path_exists(resume_path, "state.json", told);
     if (f->elastic && (resumes || began)) batch_of_run(run, told);
     else batch_arithmetic(run, run->comm.num_ranks);
-    model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks);
+    model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks, f->fp32_tensors);
     rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false, storage_from_flags(f)};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
@@ -527,7 +532,6 @@ static void run_allocate(Run* run)
             fprintf(stderr, "need %.1f MiB, have %.1f MiB. Change\n", need_bytes / 1048576.0, have_bytes / 1048576.0);
             ladder_print(run, stderr, have_bytes);
         }
-        comm_barrier(&run->comm);
     }
     plan_allocate(&run->plan);
     zero_start(&run->zero);
@@ -622,6 +626,8 @@ static void refuse_what_is_not_there(const Flags* f)
         for (FlagIdx idx : {FLAG_loss_scale, FLAG_initial_scale_power, FLAG_loss_scale_window, FLAG_hysteresis,
                             FLAG_min_loss_scale, FLAG_consecutive_hysteresis})
             if (f->given[idx]) die_usage("%s is for -p fp16: leave it out", flag_long_name(&flag_rows[idx], name));
+    if (f->fp32_tensors[0] && strcmp(f->precision, "fp32") == 0)
+        die_usage("--fp32-tensors is for -p bf16 and fp16: in fp32 all tensors are; leave it out");
     rates_refuse(f);
 #ifdef DEVICE_CPU
     if (f->tune)
@@ -646,43 +652,72 @@ static void refuse_what_is_not_there(const Flags* f)
                   "one");
 }
 
-/* The precisions that this binary holds: Makefile's PREC, or this one alone. */
-static const struct { const char* name; decltype(run_all_fp32)* run_all; } precisions[] = {
+/* The precisions that this binary holds, Makefile's PREC or this one alone, each for every one of its ISAs. */
+typedef void RunAll(const Flags* f, Comm* comm);
+#define ISA(isa) RunAll run_all_fp32_##isa, run_all_bf16_##isa, run_all_fp16_##isa;
+ISAS
+#undef ISA
+static const struct { const char *name, *isa; RunAll* run_all; } precisions[] = {
 #if !defined(HAVE_FP32) && !defined(HAVE_BF16) && !defined(HAVE_FP16)
-    {FLOATX_NAME, RUN_ALL},
+    {FLOATX_NAME, "native", RUN_ALL},
 #endif
 #ifdef HAVE_FP32
-    {"fp32", run_all_fp32},
+#define ISA(isa) {"fp32", #isa, run_all_fp32_##isa},
+    ISAS
+#undef ISA
 #endif
 #ifdef HAVE_BF16
-    {"bf16", run_all_bf16},
+#define ISA(isa) {"bf16", #isa, run_all_bf16_##isa},
+    ISAS
+#undef ISA
 #endif
 #ifdef HAVE_FP16
-    {"fp16", run_all_fp16},
+#define ISA(isa) {"fp16", #isa, run_all_fp16_##isa},
+    ISAS
+#undef ISA
 #endif
 };
 
-static const char* precisions_have(char (&have)[32])
+/* The names of precisions, or of the instruction sets of one. */
+static const char* precisions_have(char (&have)[64], const char* isas_of = nullptr)
 {
     have[0] = 0;
-    for (const auto& p : precisions)
-        snprintf(have + strlen(have), sizeof have - strlen(have), "%s%s", have[0] ? " " : "", p.name);
+    const char* last = "";
+    for (const auto& p : precisions) {
+        const char* word = isas_of != nullptr ? p.isa : p.name;
+        if (isas_of != nullptr ? strcmp(p.name, isas_of) != 0 : strcmp(word, last) == 0) continue;
+        snprintf(have + strlen(have), sizeof have - strlen(have), "%s%s", have[0] ? " " : "", word);
+        last = word;
+    }
     return have;
 }
 
-static decltype(run_all_fp32)* precision_find(const char* name)
+/* Its first row that this machine can run, or the one that TRAIN_GPT_ISA names. */
+static RunAll* precision_find(const char* name)
 {
-    char have[32];
-    for (const auto& p : precisions) if (strcmp(p.name, name) == 0) return p.run_all;
-    die_usage("-p %s is not in this binary, have %s: build it in with make PREC='%s'", name, precisions_have(have),
-              name);
+    char have[64];
+    bool found = false;
+    const char* asked = getenv("TRAIN_GPT_ISA");
+    for (const auto& p : precisions) {
+        if (strcmp(p.name, name) != 0) continue;
+        found = true;
+        if ((asked == nullptr || strcmp(p.isa, asked) == 0) && isa_runs(p.isa)) return p.run_all;
+    }
+    if (!found)
+        die_usage("-p %s is not in this binary, have %s: build it in with make PREC='%s'", name, precisions_have(have),
+                  name);
+    if (asked != nullptr)
+        die_usage("TRAIN_GPT_ISA is %s: this binary has %s in %s, of which this machine must be able to run it", asked,
+                  precisions_have(have, name), name);
+    die_usage("this machine runs none of the instruction sets of this binary, %s: build it here with make",
+              precisions_have(have, name));
 }
 
 int main(int argc, char** argv)
 {
     Flags flags;
     Comm comm;
-    char have[32];
+    char have[64];
     die_rank = comm_launcher_rank();
     flags_parse(&flags, argc, argv);
     cJSON* repeated = repeat_flags(&flags);

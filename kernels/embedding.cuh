@@ -2,7 +2,7 @@
  *   out[b,t] = wte[tokens[b,t]] + wpe[t]      embedding_rows: out[n] = wte[tokens[n]] + wpe[positions[n]]
  *   of wte there may be some rows only: a range of tokens. Rows of out whose token is not among them stay as they are
  *   dwte[v] += sum of dout[b,t] over the places where tokens[b,t] == v       dwpe[t] += sum_b(dout[b,t])
- * shapes  out dout (B,T,C) floatX; tokens (B,T) int; wte (V,C) wpe (T,C) floatX; dwte (V,C) dwpe (T,C) fp32
+ * shapes  out dout (B,T,C) floatX; tokens (B,T) int; wte (V,C) wpe (T,C) floatX or fp32; dwte (V,C) dwpe (T,C) fp32
  * writes  forward out =; backward dwte +=, dwpe +=
  * needs   any B, T, C >= 1; tokens within wte (the loader has checked them)
  * exact   fixed order of additions, no atomics: same bits on every run and for any number of CPU threads
@@ -20,20 +20,23 @@ static const TokenRange ALL_TOKENS = {0, INT_MAX};
 #ifdef DEVICE_CPU
 #include <omp.h>
 
-static void embedding_forward_cpu(floatX* out, const int* tokens, const int* positions, const floatX* wte,
-                                  const floatX* wpe, TokenRange range, int N, int T, int C)
+/* E and P are the types of wte and wpe. */
+template <class E, class P> static void embedding_forward_cpu(floatX* out, const int* tokens, const int* positions,
+                                                              const E* wte, const P* wpe, TokenRange range, int N,
+                                                              int T, int C)
 {
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
         const int place = tokens[n] - range.first;
         if (place < 0 || place >= range.count) continue;
         floatX* row = out + (size_t)n * C;
-        const floatX* token_row = wte + (size_t)place * C;
+        const E* token_row = wte + (size_t)place * C;
         if (wpe == nullptr) {
-            memcpy(row, token_row, (size_t)C * sizeof(floatX));
+            #pragma omp simd
+            for (int c = 0; c < C; c++) store_f(row + c, load_f(token_row[c]));
             continue;
         }
-        const floatX* position_row = wpe + (size_t)(positions ? positions[n] : n % T) * C;
+        const P* position_row = wpe + (size_t)(positions ? positions[n] : n % T) * C;
         #pragma omp simd
         for (int c = 0; c < C; c++) store_f(row + c, load_f(token_row[c]) + load_f(position_row[c]));
     }
@@ -72,8 +75,8 @@ static constexpr int EMBEDDING_LOOKS = 4;            // tokens a thread compares
 static constexpr int EMBEDDING_CHUNK = EMBEDDING_BLOCK * EMBEDDING_LOOKS;
 
 /* A block a row. */
-template <int W> static __global__ void __launch_bounds__(EMBEDDING_BLOCK)
-embedding_forward_kernel(floatX* out, const int* tokens, const int* positions, const floatX* wte, const floatX* wpe,
+template <int W, class E, class P> static __global__ void __launch_bounds__(EMBEDDING_BLOCK)
+embedding_forward_kernel(floatX* out, const int* tokens, const int* positions, const E* wte, const P* wpe,
                          TokenRange range, int T, int C)
 {
     const size_t n = blockIdx.x;
@@ -183,18 +186,19 @@ template <int W> static void embedding_backward_launch(float* dwte, float* dwpe,
 #endif
 
 /* positions null: row n stands at n % T. */
-static void embedding_rows(floatX* out, const int* tokens, const int* positions, const floatX* wte, const floatX* wpe,
-                           TokenRange range, int N, int T, int C, cudaStream_t stream)
+template <class E, class P> static void embedding_rows(floatX* out, const int* tokens, const int* positions,
+                                                       const E* wte, const P* wpe, TokenRange range, int N, int T,
+                                                       int C, cudaStream_t stream)
 {
     OP(stream, 0, 2.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(embedding_forward_cpu(out, tokens, positions, wte, wpe, range, N, T, C));
 #ifndef DEVICE_CPU
     if (is_vec(out, C) && is_vec(wte, C) && is_vec(wpe, C))
-        LAUNCH((embedding_forward_kernel<VEC>), N, embedding_block(C, VEC), 0, stream, out, tokens, positions, wte, wpe,
-               range, T, C);
+        LAUNCH((embedding_forward_kernel<VEC, E, P>), N, embedding_block(C, VEC), 0, stream, out, tokens, positions,
+               wte, wpe, range, T, C);
     else
-        LAUNCH((embedding_forward_kernel<1>), N, embedding_block(C, 1), 0, stream, out, tokens, positions, wte, wpe,
-               range, T, C);
+        LAUNCH((embedding_forward_kernel<1, E, P>), N, embedding_block(C, 1), 0, stream, out, tokens, positions, wte,
+               wpe, range, T, C);
     CUDA_CHECK(cudaGetLastError());
 #endif
 }
@@ -257,14 +261,14 @@ static void embedding_forward_test(OpRun* run)
 }
 
 /* Positions as given, here backwards. */
-static void embedding_at_test(OpRun* run)
+template <class E, class P> static void embedding_at_test(OpRun* run)
 {
     const int N = run->dims[0], C = run->dims[1];
     OpInts tokens = op_ints(run, "tokens", N, 0, 5), positions = op_ints(run, "positions", N, 0, 1);
     for (int n = 0; n < N; n++) positions.h[n] = N - 1 - n;
     op_upload(run, "positions");
-    OpTensor<floatX> wte = op_grid<floatX>(run, "wte", OpKind::INPUT, (size_t)5 * C);
-    OpTensor<floatX> wpe = op_grid<floatX>(run, "wpe", OpKind::INPUT, (size_t)N * C);
+    OpTensor<E> wte = op_grid<E>(run, "wte", OpKind::INPUT, (size_t)5 * C);
+    OpTensor<P> wpe = op_grid<P>(run, "wpe", OpKind::INPUT, (size_t)N * C);
     OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)N * C);
     OP_RUN(run, 0, 0, embedding_rows(out.dev, tokens.dev, positions.dev, wte.dev, wpe.dev, ALL_TOKENS, N, 1, C, 0));
     for (int n = 0; n < N; n++)
@@ -274,12 +278,12 @@ static void embedding_at_test(OpRun* run)
 }
 
 /* LLaMA's: no positions, and wte in two pieces. */
-static void embedding_rows_test(OpRun* run)
+template <class E> static void embedding_rows_test(OpRun* run)
 {
     const int B = run->dims[0], T = run->dims[1], C = run->dims[2], V = run->dims[3];
     const size_t N = (size_t)B * T;
     OpInts tokens = op_ints(run, "tokens", N, 0, V);
-    OpTensor<floatX> wte = op_grid<floatX>(run, "wte", OpKind::INPUT, (size_t)V * C);
+    OpTensor<E> wte = op_grid<E>(run, "wte", OpKind::INPUT, (size_t)V * C);
     OpTensor<floatX> out = op_output<floatX>(run, "out", N * C);
     OpTensor<floatX> dout = op_grid<floatX>(run, "dout", OpKind::INPUT, N * C);
     OpTensor<float> dwte = op_grid<float>(run, "dwte", OpKind::INOUT, (size_t)V * C);
@@ -339,10 +343,17 @@ static const OpTest embedding_tests[] = {
     {"embedding_forward", embedding_forward_test, {2, 5, 33, 11}, OpWhen::ALWAYS},
     {"embedding_forward", embedding_forward_test, {3, 17, 768, 300}, OpWhen::ALWAYS},
     {"embedding_forward", embedding_forward_test, {4, 256, 1600, 5000}, OpWhen::LARGE},
-    {"embedding_at", embedding_at_test, {7, 33}, OpWhen::ALWAYS},
-    {"embedding_at", embedding_at_test, {5, 64}, OpWhen::ALWAYS},
-    {"embedding_rows", embedding_rows_test, {2, 9, 33, 11}, OpWhen::ALWAYS},
-    {"embedding_rows", embedding_rows_test, {3, 17, 64, 30}, OpWhen::ALWAYS},
+    {"embedding_at", embedding_at_test<floatX, floatX>, {7, 33}, OpWhen::ALWAYS},
+    {"embedding_at", embedding_at_test<floatX, floatX>, {5, 64}, OpWhen::ALWAYS},
+    {"embedding_rows", embedding_rows_test<floatX>, {2, 9, 33, 11}, OpWhen::ALWAYS},
+    {"embedding_rows", embedding_rows_test<floatX>, {3, 17, 64, 30}, OpWhen::ALWAYS},
+#ifndef PREC_FP32
+    {"embedding_at, fp32 wte", embedding_at_test<float, floatX>, {5, 64}, OpWhen::ALWAYS},
+    {"embedding_at, fp32 wpe", embedding_at_test<floatX, float>, {5, 64}, OpWhen::ALWAYS},
+    {"embedding_at, fp32 wte", embedding_at_test<float, float>, {7, 33}, OpWhen::ALWAYS},
+    {"embedding_rows, fp32 wte", embedding_rows_test<float>, {2, 9, 33, 11}, OpWhen::ALWAYS},
+    {"embedding_rows, fp32 wte", embedding_rows_test<float>, {3, 17, 64, 30}, OpWhen::ALWAYS},
+#endif
     {"embedding_backward", embedding_backward_test, {1, 1, 1, 1}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {3, 7, 5, 4}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {2, 100, 40, 50}, OpWhen::ALWAYS},

@@ -3,7 +3,7 @@
  *   residual = a + b, and out as above with inp = residual
  *   dinp += rstd * (g - mean_c(g) - xhat * mean_c(g * xhat))                 g = dout * weight
  *   dweight += sum_n(dout * xhat)   dbias += sum_n(dout)
- * shapes  inp out dout dinp a b residual (N,C) floatX; weight bias (C) floatX; mean rstd (N) fp32;
+ * shapes  inp out dout dinp a b residual (N,C) floatX; weight bias (C) floatX or fp32; mean rstd (N) fp32;
  *         dweight dbias (C) fp32; scratch (layernorm_scratch_elems(C)) fp32
  * writes  forward out =, mean =, rstd =, residual = (may be a or b); backward dinp +=, dweight +=, dbias +=
  * needs   any N, C >= 1; on a GPU rows of whole 16-byte vectors are faster
@@ -19,8 +19,9 @@
 
 static constexpr int LAYERNORM_PARTS = 64;
 
-static void layernorm_row_cpu(floatX* out, float* mean, float* rstd, const floatX* x, const floatX* weight,
-                              const floatX* bias, int C, float eps)
+/* P is the type of weight and bias. */
+template <class P> static void layernorm_row_cpu(floatX* out, float* mean, float* rstd, const floatX* x,
+                                                 const P* weight, const P* bias, int C, float eps)
 {
     float sum = 0.0f, sum_squares = 0.0f;
     #pragma omp simd reduction(+:sum)
@@ -35,17 +36,17 @@ static void layernorm_row_cpu(floatX* out, float* mean, float* rstd, const float
     *rstd = r;
 }
 
-static void layernorm_forward_cpu(floatX* out, float* mean, float* rstd, const floatX* inp, const floatX* weight,
-                                  const floatX* bias, int N, int C, float eps)
+template <class P> static void layernorm_forward_cpu(floatX* out, float* mean, float* rstd, const floatX* inp,
+                                                     const P* weight, const P* bias, int N, int C, float eps)
 {
     #pragma omp parallel for
     for (int n = 0; n < N; n++)
         layernorm_row_cpu(out + (size_t)n * C, mean + n, rstd + n, inp + (size_t)n * C, weight, bias, C, eps);
 }
 
-static void residual_layernorm_forward_cpu(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* a,
-                                           const floatX* b, const floatX* weight, const floatX* bias, int N, int C,
-                                           float eps)
+template <class P> static void residual_layernorm_forward_cpu(floatX* residual, floatX* out, float* mean, float* rstd,
+                                                              const floatX* a, const floatX* b, const P* weight,
+                                                              const P* bias, int N, int C, float eps)
 {
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
@@ -57,8 +58,9 @@ static void residual_layernorm_forward_cpu(floatX* residual, floatX* out, float*
 }
 
 /* dweight and dbias here are the part's own. */
-static void layernorm_backward_row_cpu(floatX* dinp, float* dweight, float* dbias, const floatX* dout, const floatX* x,
-                                       const floatX* weight, float mean, float rstd, int C)
+template <class P> static void layernorm_backward_row_cpu(floatX* dinp, float* dweight, float* dbias,
+                                                          const floatX* dout, const floatX* x, const P* weight,
+                                                          float mean, float rstd, int C)
 {
     float sum_g = 0.0f, sum_g_xhat = 0.0f;
     #pragma omp simd reduction(+:sum_g, sum_g_xhat)
@@ -77,9 +79,9 @@ static void layernorm_backward_row_cpu(floatX* dinp, float* dweight, float* dbia
     }
 }
 
-static void layernorm_backward_cpu(floatX* dinp, float* dweight, float* dbias, float* scratch, const floatX* dout,
-                                   const floatX* inp, const floatX* weight, const float* mean, const float* rstd, int N,
-                                   int C)
+template <class P> static void layernorm_backward_cpu(floatX* dinp, float* dweight, float* dbias, float* scratch,
+                                                      const floatX* dout, const floatX* inp, const P* weight,
+                                                      const float* mean, const float* rstd, int N, int C)
 {
     const int num_parts = N < LAYERNORM_PARTS ? N : LAYERNORM_PARTS;
     #pragma omp parallel for
@@ -113,9 +115,9 @@ static constexpr int LAYERNORM_MAX_BLOCK = 1024;
 
 /* A warp a row. The row is read three times, the second and third time from the L1 cache. Without RESIDUAL a is the
  * input, and b and residual are not touched. */
-template <bool RESIDUAL, int W> static __global__ void __launch_bounds__(LAYERNORM_BLOCK)
+template <bool RESIDUAL, int W, class P> static __global__ void __launch_bounds__(LAYERNORM_BLOCK)
 layernorm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* a, const floatX* b,
-                         const floatX* weight, const floatX* bias, int N, int C, float eps)
+                         const P* weight, const P* bias, int N, int C, float eps)
 {
     const size_t n = (size_t)blockIdx.x * (LAYERNORM_BLOCK / 32) + threadIdx.x / 32;
     if (n >= (size_t)N) return;
@@ -155,9 +157,9 @@ layernorm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd
 }
 
 /* What row n does to W columns of dinp, and to their share of dweight and dbias. */
-template <int W> DEV void layernorm_backward_columns(floatX* dinp, float (&dweight)[W], float (&dbias)[W],
-                                                     const floatX* dout, const floatX* inp, const floatX* weight,
-                                                     float mean, float rstd, float mean_g, float mean_g_xhat)
+template <int W, class P> DEV void layernorm_backward_columns(floatX* dinp, float (&dweight)[W], float (&dbias)[W],
+                                                              const floatX* dout, const floatX* inp, const P* weight,
+                                                              float mean, float rstd, float mean_g, float mean_g_xhat)
 {
     float dy[W], x[W], w[W], dx[W];
     load_vec(dy, dout);
@@ -176,8 +178,8 @@ template <int W> DEV void layernorm_backward_columns(floatX* dinp, float (&dweig
 
 /* A block a part, its rows one after another, one barrier each. A thread owns W columns and keeps their sums in
  * registers; in rows too long for the block it owns more, and keeps the sums of those in scratch. */
-template <int W> static __global__ void __launch_bounds__(LAYERNORM_MAX_BLOCK)
-layernorm_backward_kernel(floatX* dinp, float* scratch, const floatX* dout, const floatX* inp, const floatX* weight,
+template <int W, class P> static __global__ void __launch_bounds__(LAYERNORM_MAX_BLOCK)
+layernorm_backward_kernel(floatX* dinp, float* scratch, const floatX* dout, const floatX* inp, const P* weight,
                           const float* mean, const float* rstd, int N, int C)
 {
     SHARED(float, partial, [2][2][32]);              // alternates, so that one barrier a row is enough
@@ -258,17 +260,17 @@ layernorm_reduce_kernel(float* dweight, float* dbias, const float* scratch, int 
     dbias[c] += sum_dbias;
 }
 
-template <bool RESIDUAL> static void layernorm_forward_launch(floatX* residual, floatX* out, float* mean, float* rstd,
-                                                              const floatX* a, const floatX* b, const floatX* weight,
-                                                              const floatX* bias, int N, int C, float eps,
-                                                              cudaStream_t stream)
+template <bool RESIDUAL, class P> static void layernorm_forward_launch(floatX* residual, floatX* out, float* mean,
+                                                                       float* rstd, const floatX* a, const floatX* b,
+                                                                       const P* weight, const P* bias, int N, int C,
+                                                                       float eps, cudaStream_t stream)
 {
     const unsigned grid = (unsigned)ceil_div(N, LAYERNORM_BLOCK / 32);
     if (is_vec(a, C) && is_vec(b, C) && is_vec(residual, C) && is_vec(out, C) && is_vec(weight, C) && is_vec(bias, C))
-        LAUNCH((layernorm_forward_kernel<RESIDUAL, VEC>), grid, LAYERNORM_BLOCK, 0, stream, residual, out, mean, rstd,
-               a, b, weight, bias, N, C, eps);
+        LAUNCH((layernorm_forward_kernel<RESIDUAL, VEC, P>), grid, LAYERNORM_BLOCK, 0, stream, residual, out, mean,
+               rstd, a, b, weight, bias, N, C, eps);
     else
-        LAUNCH((layernorm_forward_kernel<RESIDUAL, 1>), grid, LAYERNORM_BLOCK, 0, stream, residual, out, mean, rstd,
+        LAUNCH((layernorm_forward_kernel<RESIDUAL, 1, P>), grid, LAYERNORM_BLOCK, 0, stream, residual, out, mean, rstd,
                a, b, weight, bias, N, C, eps);
     CUDA_CHECK(cudaGetLastError());
 }
@@ -279,16 +281,17 @@ static unsigned layernorm_block(int C, int width)
     return threads < LAYERNORM_MAX_BLOCK ? (unsigned)threads : LAYERNORM_MAX_BLOCK;
 }
 
-static void layernorm_backward_launch(floatX* dinp, float* dweight, float* dbias, float* scratch, const floatX* dout,
-                                      const floatX* inp, const floatX* weight, const float* mean, const float* rstd,
-                                      int N, int C, cudaStream_t stream)
+template <class P> static void layernorm_backward_launch(floatX* dinp, float* dweight, float* dbias, float* scratch,
+                                                         const floatX* dout, const floatX* inp, const P* weight,
+                                                         const float* mean, const float* rstd, int N, int C,
+                                                         cudaStream_t stream)
 {
     const int num_parts = N < LAYERNORM_PARTS ? N : LAYERNORM_PARTS;
     if (is_vec(dinp, C) && is_vec(dout, C) && is_vec(inp, C) && is_vec(weight, C) && is_vec(scratch, C))
-        LAUNCH((layernorm_backward_kernel<VEC>), num_parts, layernorm_block(C, VEC), 0, stream, dinp, scratch, dout,
+        LAUNCH((layernorm_backward_kernel<VEC, P>), num_parts, layernorm_block(C, VEC), 0, stream, dinp, scratch, dout,
                inp, weight, mean, rstd, N, C);
     else
-        LAUNCH((layernorm_backward_kernel<1>), num_parts, layernorm_block(C, 1), 0, stream, dinp, scratch, dout,
+        LAUNCH((layernorm_backward_kernel<1, P>), num_parts, layernorm_block(C, 1), 0, stream, dinp, scratch, dout,
                inp, weight, mean, rstd, N, C);
     CUDA_CHECK(cudaGetLastError());
     LAUNCH(layernorm_reduce_kernel, (unsigned)ceil_div(C, 32), LAYERNORM_BLOCK, 0, stream, dweight, dbias, scratch,
@@ -298,8 +301,9 @@ static void layernorm_backward_launch(floatX* dinp, float* dweight, float* dbias
 
 #endif
 
-static void layernorm_forward(floatX* out, float* mean, float* rstd, const floatX* inp, const floatX* weight,
-                              const floatX* bias, int N, int C, float eps, cudaStream_t stream)
+template <class P> static void layernorm_forward(floatX* out, float* mean, float* rstd, const floatX* inp,
+                                                 const P* weight, const P* bias, int N, int C, float eps,
+                                                 cudaStream_t stream)
 {
     OP(stream, 0, 2.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(layernorm_forward_cpu(out, mean, rstd, inp, weight, bias, N, C, eps));
@@ -308,9 +312,10 @@ static void layernorm_forward(floatX* out, float* mean, float* rstd, const float
 #endif
 }
 
-static void residual_layernorm_forward(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* a,
-                                       const floatX* b, const floatX* weight, const floatX* bias, int N, int C,
-                                       float eps, cudaStream_t stream)
+template <class P> static void residual_layernorm_forward(floatX* residual, floatX* out, float* mean, float* rstd,
+                                                          const floatX* a, const floatX* b, const P* weight,
+                                                          const P* bias, int N, int C, float eps,
+                                                          cudaStream_t stream)
 {
     OP(stream, 0, 4.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(residual_layernorm_forward_cpu(residual, out, mean, rstd, a, b, weight, bias, N, C, eps));
@@ -321,9 +326,10 @@ static void residual_layernorm_forward(floatX* residual, floatX* out, float* mea
 
 static size_t layernorm_scratch_elems(int C) { return (size_t)LAYERNORM_PARTS * 2 * C; }
 
-static void layernorm_backward(floatX* dinp, float* dweight, float* dbias, float* scratch, const floatX* dout,
-                               const floatX* inp, const floatX* weight, const float* mean, const float* rstd, int N,
-                               int C, cudaStream_t stream)
+template <class P> static void layernorm_backward(floatX* dinp, float* dweight, float* dbias, float* scratch,
+                                                  const floatX* dout, const floatX* inp, const P* weight,
+                                                  const float* mean, const float* rstd, int N, int C,
+                                                  cudaStream_t stream)
 {
     OP(stream, 0, 4.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(layernorm_backward_cpu(dinp, dweight, dbias, scratch, dout, inp, weight, mean, rstd, N, C));
@@ -370,13 +376,13 @@ template <class R> static void layernorm_backward_ref(R* dinp, R* dweight, R* db
 
 static const float LAYERNORM_TEST_EPS = 1e-5f;
 
-static void layernorm_forward_test(OpRun* run)
+template <class P> static void layernorm_forward_test(OpRun* run)
 {
     const int N = run->dims[0], C = run->dims[1];
     const float eps = LAYERNORM_TEST_EPS;
     OpTensor<floatX> inp = op_input<floatX>(run, "inp", (size_t)N * C, 0.5, 2.0);
-    OpTensor<floatX> weight = op_input<floatX>(run, "weight", C, 1.0, 0.3);
-    OpTensor<floatX> bias = op_input<floatX>(run, "bias", C, 0.0, 0.3);
+    OpTensor<P> weight = op_input<P>(run, "weight", C, 1.0, 0.3);
+    OpTensor<P> bias = op_input<P>(run, "bias", C, 0.0, 0.3);
     OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)N * C);
     OpTensor<float> mean = op_output<float>(run, "mean", N), rstd = op_output<float>(run, "rstd", N);
     OP_RUN(run, 2.0 * N * C * sizeof(floatX), 0,
@@ -389,15 +395,15 @@ static void layernorm_forward_test(OpRun* run)
 }
 
 /* residual is checked to be the rounded sum, and lies on a as in the model. */
-static void residual_layernorm_forward_test(OpRun* run)
+template <class P> static void residual_layernorm_forward_test(OpRun* run)
 {
     const int N = run->dims[0], C = run->dims[1];
     const size_t n = (size_t)N * C;
     const float eps = LAYERNORM_TEST_EPS;
     OpTensor<floatX> residual = op_inout<floatX>(run, "residual", n, 0.5, 2.0);
     OpTensor<floatX> b = op_input<floatX>(run, "b", n, 0.0, 1.0);
-    OpTensor<floatX> weight = op_input<floatX>(run, "weight", C, 1.0, 0.3);
-    OpTensor<floatX> bias = op_input<floatX>(run, "bias", C, 0.0, 0.3);
+    OpTensor<P> weight = op_input<P>(run, "weight", C, 1.0, 0.3);
+    OpTensor<P> bias = op_input<P>(run, "bias", C, 0.0, 0.3);
     OpTensor<floatX> out = op_output<floatX>(run, "out", n);
     OpTensor<float> mean = op_output<float>(run, "mean", N), rstd = op_output<float>(run, "rstd", N);
     OP_RUN(run, 4.0 * n * sizeof(floatX), 0,
@@ -413,13 +419,13 @@ static void residual_layernorm_forward_test(OpRun* run)
     op_check_relative(run, rstd);
 }
 
-static void layernorm_backward_test(OpRun* run)
+template <class P> static void layernorm_backward_test(OpRun* run)
 {
     const int N = run->dims[0], C = run->dims[1];
     const size_t n = (size_t)N * C;
     OpTensor<floatX> dout = op_input<floatX>(run, "dout", n, 0.0, 1.0);
     OpTensor<floatX> inp = op_input<floatX>(run, "inp", n, 0.5, 2.0);
-    OpTensor<floatX> weight = op_input<floatX>(run, "weight", C, 1.0, 0.3);
+    OpTensor<P> weight = op_input<P>(run, "weight", C, 1.0, 0.3);
     OpTensor<float> mean = op_input<float>(run, "mean", N, 0.5, 0.1), rstd = op_input<float>(run, "rstd", N, 0.5, 0.02);
     OpTensor<floatX> dinp = op_inout<floatX>(run, "dinp", n, 0.0, 1.0);
     OpTensor<float> dweight = op_inout<float>(run, "dweight", C, 0.0, 1.0);
@@ -460,29 +466,36 @@ static void layernorm_slope_test(OpRun* run)
 }
 
 static const OpTest layernorm_tests[] = {
-    {"layernorm_forward", layernorm_forward_test, {1, 1}, OpWhen::ALWAYS},
-    {"layernorm_forward", layernorm_forward_test, {1, 768}, OpWhen::ALWAYS},
-    {"layernorm_forward", layernorm_forward_test, {37, 129}, OpWhen::ALWAYS},
-    {"layernorm_forward", layernorm_forward_test, {9, 4}, OpWhen::ALWAYS},
-    {"layernorm_forward", layernorm_forward_test, {1000, 1600}, OpWhen::LARGE},
-    {"layernorm_forward", layernorm_forward_test, {3, 20000}, OpWhen::LARGE},
-    {"residual_layernorm_forward", residual_layernorm_forward_test, {1, 3}, OpWhen::ALWAYS},
-    {"residual_layernorm_forward", residual_layernorm_forward_test, {13, 256}, OpWhen::ALWAYS},
-    {"residual_layernorm_forward", residual_layernorm_forward_test, {11, 77}, OpWhen::ALWAYS},
-    {"residual_layernorm_forward", residual_layernorm_forward_test, {1000, 768}, OpWhen::LARGE},
-    {"layernorm_backward", layernorm_backward_test, {1, 1}, OpWhen::ALWAYS},
-    {"layernorm_backward", layernorm_backward_test, {1, 768}, OpWhen::ALWAYS},
-    {"layernorm_backward", layernorm_backward_test, {67, 129}, OpWhen::ALWAYS},
-    {"layernorm_backward", layernorm_backward_test, {70, 2056}, OpWhen::ALWAYS},
-    {"layernorm_backward", layernorm_backward_test, {5, 1031}, OpWhen::ALWAYS},
-    {"layernorm_backward", layernorm_backward_test, {2048, 768}, OpWhen::LARGE},
-    {"layernorm_backward", layernorm_backward_test, {600, 20000}, OpWhen::LARGE},
+    {"layernorm_forward", layernorm_forward_test<floatX>, {1, 1}, OpWhen::ALWAYS},
+    {"layernorm_forward", layernorm_forward_test<floatX>, {1, 768}, OpWhen::ALWAYS},
+    {"layernorm_forward", layernorm_forward_test<floatX>, {37, 129}, OpWhen::ALWAYS},
+    {"layernorm_forward", layernorm_forward_test<floatX>, {9, 4}, OpWhen::ALWAYS},
+    {"layernorm_forward", layernorm_forward_test<floatX>, {1000, 1600}, OpWhen::LARGE},
+    {"layernorm_forward", layernorm_forward_test<floatX>, {3, 20000}, OpWhen::LARGE},
+    {"residual_layernorm_forward", residual_layernorm_forward_test<floatX>, {1, 3}, OpWhen::ALWAYS},
+    {"residual_layernorm_forward", residual_layernorm_forward_test<floatX>, {13, 256}, OpWhen::ALWAYS},
+    {"residual_layernorm_forward", residual_layernorm_forward_test<floatX>, {11, 77}, OpWhen::ALWAYS},
+    {"residual_layernorm_forward", residual_layernorm_forward_test<floatX>, {1000, 768}, OpWhen::LARGE},
+    {"layernorm_backward", layernorm_backward_test<floatX>, {1, 1}, OpWhen::ALWAYS},
+    {"layernorm_backward", layernorm_backward_test<floatX>, {1, 768}, OpWhen::ALWAYS},
+    {"layernorm_backward", layernorm_backward_test<floatX>, {67, 129}, OpWhen::ALWAYS},
+    {"layernorm_backward", layernorm_backward_test<floatX>, {70, 2056}, OpWhen::ALWAYS},
+    {"layernorm_backward", layernorm_backward_test<floatX>, {5, 1031}, OpWhen::ALWAYS},
+    {"layernorm_backward", layernorm_backward_test<floatX>, {2048, 768}, OpWhen::LARGE},
+    {"layernorm_backward", layernorm_backward_test<floatX>, {600, 20000}, OpWhen::LARGE},
+#ifndef PREC_FP32
+    {"layernorm_forward, fp32 weight", layernorm_forward_test<float>, {37, 129}, OpWhen::ALWAYS},
+    {"layernorm_forward, fp32 weight", layernorm_forward_test<float>, {9, 768}, OpWhen::ALWAYS},
+    {"residual_layernorm_forward, fp32 weight", residual_layernorm_forward_test<float>, {13, 256}, OpWhen::ALWAYS},
+    {"layernorm_backward, fp32 weight", layernorm_backward_test<float>, {67, 129}, OpWhen::ALWAYS},
+    {"layernorm_backward, fp32 weight", layernorm_backward_test<float>, {70, 2056}, OpWhen::ALWAYS},
+#endif
     {"layernorm_slope", layernorm_slope_test, {3, 5}, OpWhen::ALWAYS},
     {"layernorm_slope", layernorm_slope_test, {4, 64}, OpWhen::ALWAYS},
-    {"layernorm_forward", layernorm_forward_test, {16384, 768}, OpWhen::BENCH},
-    {"residual_layernorm_forward", residual_layernorm_forward_test, {16384, 768}, OpWhen::BENCH},
-    {"layernorm_backward", layernorm_backward_test, {16384, 768}, OpWhen::BENCH},
-    {"layernorm_backward", layernorm_backward_test, {16384, 1600}, OpWhen::BENCH},
+    {"layernorm_forward", layernorm_forward_test<floatX>, {16384, 768}, OpWhen::BENCH},
+    {"residual_layernorm_forward", residual_layernorm_forward_test<floatX>, {16384, 768}, OpWhen::BENCH},
+    {"layernorm_backward", layernorm_backward_test<floatX>, {16384, 768}, OpWhen::BENCH},
+    {"layernorm_backward", layernorm_backward_test<floatX>, {16384, 1600}, OpWhen::BENCH},
 };
 
 #endif

@@ -13,7 +13,8 @@
  * LAMB and Muon take two passes with something between them that sees whole tensors; each pass is a rule of its own.
  * shapes  param (n) floatX; sums (tensors,2) double; master, grad, and m and v where the rule has them, (n) stored as
  *         Values says (values.cuh):
- *         master   FP32: param is it rounded to nearest; in fp32 they are one.   SPLIT: its upper half is param.
+ *         master   FP32: param is it rounded to nearest; in fp32 they are one; null: the model uses the master.
+ *                  SPLIT: its upper half is param.
  *                  BF16: it is param: there is no master, and the new weight is rounded at random
  *         m v      FP32, or BF16 rounded at random       grad     FP32 or floatX's
  * writes  param = master = m = v =; MUON_MOMENTUM grad =; lamb_norms sums +=
@@ -68,7 +69,7 @@ struct OptimizerConfig {
     uint64_t seed;                                   // of random roundings
 };
 
-/* What a step reads and changes. */
+/* What a step reads and changes. param null: the model uses the master. */
 struct OptimizerArrays {
     floatX* param;
     Values master, m, v, grad;
@@ -76,8 +77,9 @@ struct OptimizerArrays {
 
 static OptimizerArrays optimizer_arrays_from(const OptimizerArrays& a, size_t first)
 {
-    return OptimizerArrays{a.param + first, values_from(a.master, first), values_from(a.m, first),
-                           values_from(a.v, first), values_from(a.grad, first)};
+    floatX* param = a.param != nullptr ? a.param + first : nullptr;
+    return OptimizerArrays{param, values_from(a.master, first), values_from(a.m, first), values_from(a.v, first),
+                           values_from(a.grad, first)};
 }
 
 /* For fp32 states and gradients; master null: param is it. */
@@ -93,7 +95,7 @@ HOSTDEV bool rounds_at_random(const OptimizerArrays& a)
 }
 
 /* Is the weight that the model uses kept beside the master? */
-HOSTDEV bool has_copy(const OptimizerArrays& a) { return (void*)a.param != a.master.at; }
+HOSTDEV bool has_copy(const OptimizerArrays& a) { return a.param != nullptr && (void*)a.param != a.master.at; }
 
 /* The key of this step's random bits; of an element's 64, the weight takes the lowest 16, then m, then v. */
 enum { RANDOM_WEIGHT = 0, RANDOM_M = 16, RANDOM_V = 32 };

@@ -3,7 +3,7 @@
  *   residual = a + b, and out as above with inp = residual
  *   dinp += rstd * (g - xhat * mean_c(g * xhat))      g = dout * weight, xhat = inp * rstd
  *   dweight += sum_n(dout * xhat)
- * shapes  inp out dout dinp a b residual (N,C) floatX; weight (C) floatX; rstd (N) fp32; dweight (C) fp32;
+ * shapes  inp out dout dinp a b residual (N,C) floatX; weight (C) floatX or fp32; rstd (N) fp32; dweight (C) fp32;
  *         scratch (rmsnorm_scratch_elems(C)) fp32
  * writes  forward out =, rstd =, residual = (may be a or b); backward dinp +=, dweight +=
  * needs   any N, C >= 1; on a GPU rows of whole 16-byte vectors are faster
@@ -19,7 +19,9 @@
 
 static constexpr int RMSNORM_PARTS = 64;
 
-static void rmsnorm_row_cpu(floatX* out, float* rstd, const floatX* x, const floatX* weight, int C, float eps)
+/* P is the type of the weights. */
+template <class P> static void rmsnorm_row_cpu(floatX* out, float* rstd, const floatX* x, const P* weight, int C,
+                                               float eps)
 {
     float sum_squares = 0.0f;
     #pragma omp simd reduction(+:sum_squares)
@@ -30,15 +32,16 @@ static void rmsnorm_row_cpu(floatX* out, float* rstd, const floatX* x, const flo
     *rstd = r;
 }
 
-static void rmsnorm_forward_cpu(floatX* out, float* rstd, const floatX* inp, const floatX* weight, int N, int C,
-                                float eps)
+template <class P> static void rmsnorm_forward_cpu(floatX* out, float* rstd, const floatX* inp, const P* weight, int N,
+                                                   int C, float eps)
 {
     #pragma omp parallel for
     for (int n = 0; n < N; n++) rmsnorm_row_cpu(out + (size_t)n * C, rstd + n, inp + (size_t)n * C, weight, C, eps);
 }
 
-static void residual_rmsnorm_forward_cpu(floatX* residual, floatX* out, float* rstd, const floatX* a, const floatX* b,
-                                         const floatX* weight, int N, int C, float eps)
+template <class P> static void residual_rmsnorm_forward_cpu(floatX* residual, floatX* out, float* rstd,
+                                                            const floatX* a, const floatX* b, const P* weight, int N,
+                                                            int C, float eps)
 {
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
@@ -51,8 +54,8 @@ static void residual_rmsnorm_forward_cpu(floatX* residual, floatX* out, float* r
 }
 
 /* dweight here is the part's own. */
-static void rmsnorm_backward_row_cpu(floatX* dinp, float* dweight, const floatX* dout, const floatX* x,
-                                     const floatX* weight, float rstd, int C)
+template <class P> static void rmsnorm_backward_row_cpu(floatX* dinp, float* dweight, const floatX* dout,
+                                                        const floatX* x, const P* weight, float rstd, int C)
 {
     float sum = 0.0f;
     #pragma omp simd reduction(+:sum)
@@ -66,8 +69,9 @@ static void rmsnorm_backward_row_cpu(floatX* dinp, float* dweight, const floatX*
     }
 }
 
-static void rmsnorm_backward_cpu(floatX* dinp, float* dweight, float* scratch, const floatX* dout, const floatX* inp,
-                                 const floatX* weight, const float* rstd, int N, int C)
+template <class P> static void rmsnorm_backward_cpu(floatX* dinp, float* dweight, float* scratch, const floatX* dout,
+                                                    const floatX* inp, const P* weight, const float* rstd, int N,
+                                                    int C)
 {
     const int num_parts = N < RMSNORM_PARTS ? N : RMSNORM_PARTS;
     #pragma omp parallel for
@@ -97,9 +101,9 @@ static constexpr int RMSNORM_MAX_BLOCK = 1024;
 
 /* A warp a row. The row is read twice, the second time from the L1 cache. Without RESIDUAL a is the input, and b and
  * residual are not touched. */
-template <bool RESIDUAL, int W> static __global__ void __launch_bounds__(RMSNORM_BLOCK)
-rmsnorm_forward_kernel(floatX* residual, floatX* out, float* rstd, const floatX* a, const floatX* b,
-                       const floatX* weight, int N, int C, float eps)
+template <bool RESIDUAL, int W, class P> static __global__ void __launch_bounds__(RMSNORM_BLOCK)
+rmsnorm_forward_kernel(floatX* residual, floatX* out, float* rstd, const floatX* a, const floatX* b, const P* weight,
+                       int N, int C, float eps)
 {
     const size_t n = (size_t)blockIdx.x * (RMSNORM_BLOCK / 32) + threadIdx.x / 32;
     if (n >= (size_t)N) return;
@@ -129,8 +133,8 @@ rmsnorm_forward_kernel(floatX* residual, floatX* out, float* rstd, const floatX*
 }
 
 /* What row n does to W columns of dinp, and to their share of dweight. */
-template <int W> DEV void rmsnorm_backward_columns(floatX* dinp, float (&dweight)[W], const floatX* dout,
-                                                   const floatX* inp, const floatX* weight, float rstd, float mean)
+template <int W, class P> DEV void rmsnorm_backward_columns(floatX* dinp, float (&dweight)[W], const floatX* dout,
+                                                            const floatX* inp, const P* weight, float rstd, float mean)
 {
     float dy[W], x[W], w[W], dx[W];
     load_vec(dy, dout);
@@ -148,8 +152,8 @@ template <int W> DEV void rmsnorm_backward_columns(floatX* dinp, float (&dweight
 
 /* A block a part, its rows one after another, one barrier each. A thread owns W columns and keeps their sums in
  * registers; in rows too long for the block it owns more, and keeps the sums of those in scratch. */
-template <int W> static __global__ void __launch_bounds__(RMSNORM_MAX_BLOCK)
-rmsnorm_backward_kernel(floatX* dinp, float* scratch, const floatX* dout, const floatX* inp, const floatX* weight,
+template <int W, class P> static __global__ void __launch_bounds__(RMSNORM_MAX_BLOCK)
+rmsnorm_backward_kernel(floatX* dinp, float* scratch, const floatX* dout, const floatX* inp, const P* weight,
                         const float* rstd, int N, int C)
 {
     SHARED(float, partial, [2][32]);                 // alternates, so that one barrier a row is enough
@@ -204,16 +208,16 @@ rmsnorm_reduce_kernel(float* dweight, const float* scratch, int num_parts, int C
     dweight[c] += sum;
 }
 
-template <bool RESIDUAL> static void rmsnorm_forward_launch(floatX* residual, floatX* out, float* rstd, const floatX* a,
-                                                            const floatX* b, const floatX* weight, int N, int C,
-                                                            float eps, cudaStream_t stream)
+template <bool RESIDUAL, class P> static void rmsnorm_forward_launch(floatX* residual, floatX* out, float* rstd,
+                                                                     const floatX* a, const floatX* b, const P* weight,
+                                                                     int N, int C, float eps, cudaStream_t stream)
 {
     const unsigned grid = (unsigned)ceil_div(N, RMSNORM_BLOCK / 32);
     if (is_vec(a, C) && is_vec(b, C) && is_vec(residual, C) && is_vec(out, C) && is_vec(weight, C))
-        LAUNCH((rmsnorm_forward_kernel<RESIDUAL, VEC>), grid, RMSNORM_BLOCK, 0, stream, residual, out, rstd, a, b,
+        LAUNCH((rmsnorm_forward_kernel<RESIDUAL, VEC, P>), grid, RMSNORM_BLOCK, 0, stream, residual, out, rstd, a, b,
                weight, N, C, eps);
     else
-        LAUNCH((rmsnorm_forward_kernel<RESIDUAL, 1>), grid, RMSNORM_BLOCK, 0, stream, residual, out, rstd, a, b,
+        LAUNCH((rmsnorm_forward_kernel<RESIDUAL, 1, P>), grid, RMSNORM_BLOCK, 0, stream, residual, out, rstd, a, b,
                weight, N, C, eps);
     CUDA_CHECK(cudaGetLastError());
 }
@@ -224,15 +228,16 @@ static unsigned rmsnorm_block(int C, int width)
     return threads < RMSNORM_MAX_BLOCK ? (unsigned)threads : RMSNORM_MAX_BLOCK;
 }
 
-static void rmsnorm_backward_launch(floatX* dinp, float* dweight, float* scratch, const floatX* dout, const floatX* inp,
-                                    const floatX* weight, const float* rstd, int N, int C, cudaStream_t stream)
+template <class P> static void rmsnorm_backward_launch(floatX* dinp, float* dweight, float* scratch, const floatX* dout,
+                                                       const floatX* inp, const P* weight, const float* rstd, int N,
+                                                       int C, cudaStream_t stream)
 {
     const int num_parts = N < RMSNORM_PARTS ? N : RMSNORM_PARTS;
     if (is_vec(dinp, C) && is_vec(dout, C) && is_vec(inp, C) && is_vec(weight, C) && is_vec(scratch, C))
-        LAUNCH((rmsnorm_backward_kernel<VEC>), num_parts, rmsnorm_block(C, VEC), 0, stream, dinp, scratch, dout, inp,
+        LAUNCH((rmsnorm_backward_kernel<VEC, P>), num_parts, rmsnorm_block(C, VEC), 0, stream, dinp, scratch, dout, inp,
                weight, rstd, N, C);
     else
-        LAUNCH((rmsnorm_backward_kernel<1>), num_parts, rmsnorm_block(C, 1), 0, stream, dinp, scratch, dout, inp,
+        LAUNCH((rmsnorm_backward_kernel<1, P>), num_parts, rmsnorm_block(C, 1), 0, stream, dinp, scratch, dout, inp,
                weight, rstd, N, C);
     CUDA_CHECK(cudaGetLastError());
     LAUNCH(rmsnorm_reduce_kernel, (unsigned)ceil_div(C, 32), RMSNORM_BLOCK, 0, stream, dweight, scratch, num_parts, C);
@@ -241,8 +246,8 @@ static void rmsnorm_backward_launch(floatX* dinp, float* dweight, float* scratch
 
 #endif
 
-static void rmsnorm_forward(floatX* out, float* rstd, const floatX* inp, const floatX* weight, int N, int C, float eps,
-                            cudaStream_t stream)
+template <class P> static void rmsnorm_forward(floatX* out, float* rstd, const floatX* inp, const P* weight, int N,
+                                               int C, float eps, cudaStream_t stream)
 {
     OP(stream, 0, 2.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(rmsnorm_forward_cpu(out, rstd, inp, weight, N, C, eps));
@@ -251,8 +256,9 @@ static void rmsnorm_forward(floatX* out, float* rstd, const floatX* inp, const f
 #endif
 }
 
-static void residual_rmsnorm_forward(floatX* residual, floatX* out, float* rstd, const floatX* a, const floatX* b,
-                                     const floatX* weight, int N, int C, float eps, cudaStream_t stream)
+template <class P> static void residual_rmsnorm_forward(floatX* residual, floatX* out, float* rstd, const floatX* a,
+                                                        const floatX* b, const P* weight, int N, int C, float eps,
+                                                        cudaStream_t stream)
 {
     OP(stream, 0, 4.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(residual_rmsnorm_forward_cpu(residual, out, rstd, a, b, weight, N, C, eps));
@@ -263,8 +269,9 @@ static void residual_rmsnorm_forward(floatX* residual, floatX* out, float* rstd,
 
 static size_t rmsnorm_scratch_elems(int C) { return (size_t)RMSNORM_PARTS * C; }
 
-static void rmsnorm_backward(floatX* dinp, float* dweight, float* scratch, const floatX* dout, const floatX* inp,
-                             const floatX* weight, const float* rstd, int N, int C, cudaStream_t stream)
+template <class P> static void rmsnorm_backward(floatX* dinp, float* dweight, float* scratch, const floatX* dout,
+                                                const floatX* inp, const P* weight, const float* rstd, int N, int C,
+                                                cudaStream_t stream)
 {
     OP(stream, 0, 4.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(rmsnorm_backward_cpu(dinp, dweight, scratch, dout, inp, weight, rstd, N, C));
@@ -304,12 +311,12 @@ template <class R> static void rmsnorm_backward_ref(R* dinp, R* dweight, const R
 
 static const float RMSNORM_TEST_EPS = 1e-5f;
 
-static void rmsnorm_forward_test(OpRun* run)
+template <class P> static void rmsnorm_forward_test(OpRun* run)
 {
     const int N = run->dims[0], C = run->dims[1];
     const float eps = RMSNORM_TEST_EPS;
     OpTensor<floatX> inp = op_input<floatX>(run, "inp", (size_t)N * C, 0.5, 2.0);
-    OpTensor<floatX> weight = op_input<floatX>(run, "weight", C, 1.0, 0.3);
+    OpTensor<P> weight = op_input<P>(run, "weight", C, 1.0, 0.3);
     OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)N * C);
     OpTensor<float> rstd = op_output<float>(run, "rstd", N);
     OP_RUN(run, 2.0 * N * C * sizeof(floatX), 0,
@@ -321,14 +328,14 @@ static void rmsnorm_forward_test(OpRun* run)
 }
 
 /* residual is checked to be the rounded sum, and lies on a as in the model. */
-static void residual_rmsnorm_forward_test(OpRun* run)
+template <class P> static void residual_rmsnorm_forward_test(OpRun* run)
 {
     const int N = run->dims[0], C = run->dims[1];
     const size_t n = (size_t)N * C;
     const float eps = RMSNORM_TEST_EPS;
     OpTensor<floatX> residual = op_inout<floatX>(run, "residual", n, 0.5, 2.0);
     OpTensor<floatX> b = op_input<floatX>(run, "b", n, 0.0, 1.0);
-    OpTensor<floatX> weight = op_input<floatX>(run, "weight", C, 1.0, 0.3);
+    OpTensor<P> weight = op_input<P>(run, "weight", C, 1.0, 0.3);
     OpTensor<floatX> out = op_output<floatX>(run, "out", n);
     OpTensor<float> rstd = op_output<float>(run, "rstd", N);
     OP_RUN(run, 4.0 * n * sizeof(floatX), 0,
@@ -342,13 +349,13 @@ static void residual_rmsnorm_forward_test(OpRun* run)
     op_check_relative(run, rstd);
 }
 
-static void rmsnorm_backward_test(OpRun* run)
+template <class P> static void rmsnorm_backward_test(OpRun* run)
 {
     const int N = run->dims[0], C = run->dims[1];
     const size_t n = (size_t)N * C;
     OpTensor<floatX> dout = op_input<floatX>(run, "dout", n, 0.0, 1.0);
     OpTensor<floatX> inp = op_input<floatX>(run, "inp", n, 0.5, 2.0);
-    OpTensor<floatX> weight = op_input<floatX>(run, "weight", C, 1.0, 0.3);
+    OpTensor<P> weight = op_input<P>(run, "weight", C, 1.0, 0.3);
     OpTensor<float> rstd = op_input<float>(run, "rstd", N, 0.5, 0.02);
     OpTensor<floatX> dinp = op_inout<floatX>(run, "dinp", n, 0.0, 1.0);
     OpTensor<float> dweight = op_inout<float>(run, "dweight", C, 0.0, 1.0);
@@ -382,28 +389,35 @@ static void rmsnorm_slope_test(OpRun* run)
 }
 
 static const OpTest rmsnorm_tests[] = {
-    {"rmsnorm_forward", rmsnorm_forward_test, {1, 1}, OpWhen::ALWAYS},
-    {"rmsnorm_forward", rmsnorm_forward_test, {1, 768}, OpWhen::ALWAYS},
-    {"rmsnorm_forward", rmsnorm_forward_test, {37, 129}, OpWhen::ALWAYS},
-    {"rmsnorm_forward", rmsnorm_forward_test, {9, 4}, OpWhen::ALWAYS},
-    {"rmsnorm_forward", rmsnorm_forward_test, {1000, 2048}, OpWhen::LARGE},
-    {"rmsnorm_forward", rmsnorm_forward_test, {3, 20000}, OpWhen::LARGE},
-    {"residual_rmsnorm_forward", residual_rmsnorm_forward_test, {1, 3}, OpWhen::ALWAYS},
-    {"residual_rmsnorm_forward", residual_rmsnorm_forward_test, {13, 256}, OpWhen::ALWAYS},
-    {"residual_rmsnorm_forward", residual_rmsnorm_forward_test, {11, 77}, OpWhen::ALWAYS},
-    {"residual_rmsnorm_forward", residual_rmsnorm_forward_test, {1000, 2048}, OpWhen::LARGE},
-    {"rmsnorm_backward", rmsnorm_backward_test, {1, 1}, OpWhen::ALWAYS},
-    {"rmsnorm_backward", rmsnorm_backward_test, {1, 768}, OpWhen::ALWAYS},
-    {"rmsnorm_backward", rmsnorm_backward_test, {67, 129}, OpWhen::ALWAYS},
-    {"rmsnorm_backward", rmsnorm_backward_test, {70, 2056}, OpWhen::ALWAYS},
-    {"rmsnorm_backward", rmsnorm_backward_test, {5, 1031}, OpWhen::ALWAYS},
-    {"rmsnorm_backward", rmsnorm_backward_test, {2048, 768}, OpWhen::LARGE},
-    {"rmsnorm_backward", rmsnorm_backward_test, {600, 20000}, OpWhen::LARGE},
+    {"rmsnorm_forward", rmsnorm_forward_test<floatX>, {1, 1}, OpWhen::ALWAYS},
+    {"rmsnorm_forward", rmsnorm_forward_test<floatX>, {1, 768}, OpWhen::ALWAYS},
+    {"rmsnorm_forward", rmsnorm_forward_test<floatX>, {37, 129}, OpWhen::ALWAYS},
+    {"rmsnorm_forward", rmsnorm_forward_test<floatX>, {9, 4}, OpWhen::ALWAYS},
+    {"rmsnorm_forward", rmsnorm_forward_test<floatX>, {1000, 2048}, OpWhen::LARGE},
+    {"rmsnorm_forward", rmsnorm_forward_test<floatX>, {3, 20000}, OpWhen::LARGE},
+    {"residual_rmsnorm_forward", residual_rmsnorm_forward_test<floatX>, {1, 3}, OpWhen::ALWAYS},
+    {"residual_rmsnorm_forward", residual_rmsnorm_forward_test<floatX>, {13, 256}, OpWhen::ALWAYS},
+    {"residual_rmsnorm_forward", residual_rmsnorm_forward_test<floatX>, {11, 77}, OpWhen::ALWAYS},
+    {"residual_rmsnorm_forward", residual_rmsnorm_forward_test<floatX>, {1000, 2048}, OpWhen::LARGE},
+    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {1, 1}, OpWhen::ALWAYS},
+    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {1, 768}, OpWhen::ALWAYS},
+    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {67, 129}, OpWhen::ALWAYS},
+    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {70, 2056}, OpWhen::ALWAYS},
+    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {5, 1031}, OpWhen::ALWAYS},
+    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {2048, 768}, OpWhen::LARGE},
+    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {600, 20000}, OpWhen::LARGE},
+#ifndef PREC_FP32
+    {"rmsnorm_forward, fp32 weight", rmsnorm_forward_test<float>, {37, 129}, OpWhen::ALWAYS},
+    {"rmsnorm_forward, fp32 weight", rmsnorm_forward_test<float>, {9, 768}, OpWhen::ALWAYS},
+    {"residual_rmsnorm_forward, fp32 weight", residual_rmsnorm_forward_test<float>, {13, 256}, OpWhen::ALWAYS},
+    {"rmsnorm_backward, fp32 weight", rmsnorm_backward_test<float>, {67, 129}, OpWhen::ALWAYS},
+    {"rmsnorm_backward, fp32 weight", rmsnorm_backward_test<float>, {70, 2056}, OpWhen::ALWAYS},
+#endif
     {"rmsnorm_slope", rmsnorm_slope_test, {3, 5}, OpWhen::ALWAYS},
     {"rmsnorm_slope", rmsnorm_slope_test, {4, 64}, OpWhen::ALWAYS},
-    {"rmsnorm_forward", rmsnorm_forward_test, {16384, 2048}, OpWhen::BENCH},
-    {"residual_rmsnorm_forward", residual_rmsnorm_forward_test, {16384, 2048}, OpWhen::BENCH},
-    {"rmsnorm_backward", rmsnorm_backward_test, {16384, 2048}, OpWhen::BENCH},
+    {"rmsnorm_forward", rmsnorm_forward_test<floatX>, {16384, 2048}, OpWhen::BENCH},
+    {"residual_rmsnorm_forward", residual_rmsnorm_forward_test<floatX>, {16384, 2048}, OpWhen::BENCH},
+    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {16384, 2048}, OpWhen::BENCH},
 };
 
 #endif

@@ -7,6 +7,7 @@
  *                the 16 bits below:  bits(x) = bits(weight) * 65536 + low,  low from -32768 to 32767.
  *                Halfway cases go away from zero, else low would not say to which side the weight was rounded
  *   values_convert  dst = src     values_add  dst += src     values_sum  dst = pieces[0] + pieces[1] + ..., in fp32
+ *   weights_round   the weights beside an fp32 master, rounded as an optimizer does it
  * shapes  dst src (n) of any Dtype; pieces (R,n)
  * needs   any n
  * exact   each element by itself, pieces from left to right: same bits on every run. A random rounding depends on a
@@ -168,6 +169,12 @@ static void values_sum_cpu(const Values& dst, const Values& pieces, int num_piec
     }
 }
 
+static void weights_round_cpu(floatX* weights, const float* master, size_t n)
+{
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) store_weight(weights + i, master[i]);
+}
+
 #else
 
 /* W neighbouring elements. */
@@ -279,6 +286,19 @@ values_sum_kernel(Values dst, Values pieces, int num_pieces, size_t n, bool adds
     }
 }
 
+template <int W> static __global__ void __launch_bounds__(256)
+weights_round_kernel(floatX* weights, const float* master, size_t n)
+{
+    size_t i = ((size_t)blockIdx.x * 256 + threadIdx.x) * W;
+    if (i + W <= n) {
+        float x[W];
+        load_vec(x, master + i);
+        weights_store(weights + i, x);
+    } else {
+        for (; i < n; i++) store_weight(weights + i, master[i]);
+    }
+}
+
 #endif
 
 /* dst (n) = or += the sum of pieces (num_pieces,n). */
@@ -303,6 +323,20 @@ static void values_convert(Values dst, Values src, size_t n, cudaStream_t stream
 static void values_add(Values dst, Values src, size_t n, cudaStream_t stream)
 {
     values_sum(dst, src, 1, n, true, stream);
+}
+
+/* weights (n) of master (n). */
+static void weights_round(floatX* weights, const float* master, size_t n, cudaStream_t stream)
+{
+    if (n == 0) return;
+    ON_CPU(weights_round_cpu(weights, master, n));
+#ifndef DEVICE_CPU
+    if ((uintptr_t)weights % (4 * sizeof(floatX)) == 0 && (uintptr_t)master % 16 == 0)
+        LAUNCH((weights_round_kernel<4>), (unsigned)ceil_div(n, 256 * 4), 256, 0, stream, weights, master, n);
+    else
+        LAUNCH((weights_round_kernel<1>), (unsigned)ceil_div(n, 256), 256, 0, stream, weights, master, n);
+    CUDA_CHECK(cudaGetLastError());
+#endif
 }
 
 #ifdef OP_TESTS
@@ -365,6 +399,28 @@ static void values_random_test(OpRun* run)
     }
 }
 
+/* The nearer of the two neighbours, of two as near the one further from zero: every third is half way. dims: n,
+ * elements by which both are shifted. */
+static void weights_round_test(OpRun* run)
+{
+    const size_t n = (size_t)run->dims[0], shift = (size_t)run->dims[1], whole = n + shift;
+    OpTensor<floatX> weights = op_inout<floatX>(run, "weights", whole, 0.0, 1.0);
+    float* h_master = (float*)malloc_checked(whole * sizeof(float));
+    for (size_t i = 0; i < whole; i++) {
+        uint32_t bits = float_bits((float)((double)random_bits(3, i) / 1.8446744073709552e19 * 4.0 - 2.0));
+        h_master[i] = bits_float(i % 3 == 0 ? (bits & 0xffff0000u) | 0x8000u : bits);
+    }
+    const float* master = (const float*)op_bytes(run, "master", OpKind::INPUT, h_master, whole * sizeof(float));
+    OP_RUN(run, n * (sizeof(float) + sizeof(floatX)), 0, weights_round(weights.dev + shift, master + shift, n, 0));
+    for (size_t i = shift; i < whole; i++) {
+        double x = h_master[i], below = bits_float(float_bits(h_master[i]) & 0xffff0000u);
+        double beyond = bits_float((float_bits(h_master[i]) & 0xffff0000u) + 0x10000u);
+        weights.f64[i] = FLOATX_DTYPE != Dtype::BF16 ? x : fabs(x - below) < fabs(beyond - x) ? below : beyond;
+    }
+    op_check_exact(run, weights);
+    free(h_master);
+}
+
 static const OpTest values_tests[] = {
     {"values_sum", values_sum_test, {1, 1, (int)Dtype::FP32, (int)Dtype::FP32, 0}, OpWhen::ALWAYS},
     {"values_sum", values_sum_test, {4099, 1, (int)Dtype::FP32, (int)Dtype::FP32, 1}, OpWhen::ALWAYS},
@@ -374,6 +430,8 @@ static const OpTest values_tests[] = {
     {"values_sum", values_sum_test, {4099, 2, (int)Dtype::BF16, (int)Dtype::BF16, 1}, OpWhen::ALWAYS},
     {"values_sum", values_sum_test, {4099, 1, (int)Dtype::FP16, (int)Dtype::FP32, 0}, OpWhen::ALWAYS},
     {"values_random", values_random_test, {100000}, OpWhen::ALWAYS},
+    {"weights_round", weights_round_test, {4099, 0}, OpWhen::ALWAYS},
+    {"weights_round", weights_round_test, {1001, 1}, OpWhen::ALWAYS},
     {"values_sum", values_sum_test, {124 * 1000 * 1000, 1, (int)Dtype::FP32, (int)Dtype::FP32, 1}, OpWhen::BENCH},
 };
 

@@ -1,7 +1,8 @@
 /* test_shard.cpp: who owns which element, for every number of ranks from 1 to 64; and which collective the watchdog
  * takes for the oldest. No GPU, no MPI.
  * For random tables of tensors: the slices of a unit tile it; the parts of a tensor in the slices tile the tensor, in
- * order; packed places of different units do not overlap and fill num_elems / R; logical places do not depend on R. */
+ * order; packed places of different units do not overlap and fill num_elems / R; logical places depend neither on R nor
+ * on what is kept in fp32, which is all in unit 0. */
 #include "../zero/shard.h"
 #include "../zero/watchdog.h"
 
@@ -21,7 +22,7 @@ static size_t random_below(size_t n)
     return (size_t)(random_state >> 33) % n;
 }
 
-static Tensor* random_table(int num_tensors)
+static Tensor* random_table(int num_tensors, bool has_fp32)
 {
     Tensor* tensors = (Tensor*)malloc_checked(num_tensors * sizeof(Tensor));
     int unit = 0;
@@ -34,7 +35,9 @@ static Tensor* random_table(int num_tensors)
         tensors[t].shape[1] = tensors[t].num_dims == 2 ? 1 + random_below(70) : 1;
         tensors[t].padded_rows = tensors[t].shape[0] + random_below(64);
         tensors[t].unit = unit;
-        tensors[t].joined = t > 0 && tensors[t - 1].unit == unit && random_below(3) == 0;
+        tensors[t].fp32 = has_fp32 && random_below(4) == 0;
+        tensors[t].joined = t > 0 && tensors[t].fp32 == tensors[t - 1].fp32 && tensors[t - 1].unit == unit &&
+                            random_below(3) == 0;
     }
     return tensors;
 }
@@ -72,10 +75,17 @@ static void check_shard(const Shard* s, int R)
         packed += shard_slice(s, u, 0).count;
     }
     check(next == s->num_elems && packed == s->num_elems / R, "units fill the flat space", R);
-    for (int t = 0; t < s->num_tensors; t++) {
-        check_tensor(s, &s->tensors[t], R);
-        check(s->tensors[t].logical_first == params, "logical places do not depend on R", R);
+    for (int k = 0; k < s->num_tensors; k++) {      // in the caller's order
+        int t = 0;
+        for (int number; sscanf(s->tensors[t].name, "t%d", &number) == 1 && number != k; ) t++;
+        check(s->tensors[t].logical_first == params, "logical places are those of the caller's order", R);
         params += tensor_elems(&s->tensors[t]);
+    }
+    for (int t = 0; t < s->num_tensors; t++) {
+        const Tensor* tensor = &s->tensors[t];
+        check_tensor(s, tensor, R);
+        check(tensor->fp32 == unit_is_fp32(s, tensor->unit), "unit 0 is what is kept in fp32", R);
+        check(tensor->fp32 || tensor->unit == tensor->home, "the others stay where they belong", R);
         if (t > 0 && s->tensors[t].unit == s->tensors[t - 1].unit)
             check(s->tensors[t].first >=
                       s->tensors[t - 1].first + s->tensors[t - 1].padded_rows * s->tensors[t - 1].shape[1],
@@ -117,10 +127,10 @@ int main(void)
     int num_passed = watch_finds_the_oldest(), num_failed = !num_passed;
     for (int R = 1; R <= 64; R++) {
         num_wrong = 0;
-        for (int table = 0; table < 4; table++) {
+        for (int table = 0; table < 8; table++) {
             int num_tensors = 1 + (int)random_below(20);
             Shard s;
-            shard_build(&s, random_table(num_tensors), num_tensors, R);
+            shard_build(&s, random_table(num_tensors, table >= 2), num_tensors, R);
             check_shard(&s, R);
             shard_free(&s);
         }

@@ -116,10 +116,7 @@ static void comm_watch(Comm* c, double timeout_s)
     MPI_CHECK(MPI_Win_allocate_shared(size_bytes, 1, MPI_INFO_NULL, c->host, &base, &c->beats));
     MPI_CHECK(MPI_Win_shared_query(c->beats, 0, &size_bytes, &unit_bytes, &base));
     Beat* beats = (Beat*)(((uintptr_t)base + alignof(Beat) - 1) / alignof(Beat) * alignof(Beat));
-    if (c->host_rank == 0) memset((void*)beats, 0, c->host_num_ranks * sizeof(Beat));
-    MPI_CHECK(MPI_Barrier(c->host));
     c->watch = watch_start(beats, c->host_num_ranks, c->host_rank, c->rank, timeout_s);
-    MPI_CHECK(MPI_Barrier(c->host));
 #else
     (void)timeout_s;
 #endif
@@ -147,7 +144,6 @@ static void comm_free(Comm* c)
 #ifndef NO_MPI
     die_abort = nullptr;
     if (c->watch != nullptr) {
-        MPI_CHECK(MPI_Barrier(c->host));   // nobody looks at a rank that has left
         watch_end(c->watch);
         MPI_CHECK(MPI_Win_free(&c->beats));
     }
@@ -184,7 +180,6 @@ static void comm_idle(const Comm* c, bool idle)
 
 static void comm_barrier_idle(const Comm* c)
 {
-    CUDA_CHECK(cudaDeviceSynchronize());   // a collective that is still enqueued here may be what the others wait for
     comm_idle(c, true);
     comm_barrier(c);
     comm_idle(c, false);
@@ -403,6 +398,7 @@ static void comm_reduce_in_order(Comm* c, Values out, Values inp, size_t n, bool
  * have another type, and may be added to; without, it is of inp's type and is written. */
 static void comm_reduce_scatter(Comm* c, Values out, Values inp, size_t n, bool adds, cudaStream_t stream)
 {
+    if (n == 0) return;
     if (c->num_ranks == 1) {
         if (out.at != inp.at) values_sum(out, inp, 1, n, adds, stream);
         return;
@@ -423,6 +419,7 @@ static void comm_reduce_scatter(Comm* c, Values out, Values inp, size_t n, bool 
 static void comm_all_gather(Comm* c, void* data, const void* own, size_t n, ncclDataType_t type, cudaStream_t stream)
 {
     size_t bytes = n * nccl_type_bytes(type);
+    if (n == 0) return;
     if (c->num_ranks == 1) {
         OP(stream, 0, data != own ? 2.0 * bytes : 0.0, n);
         if (data != own) CUDA_CHECK(cudaMemcpyAsync(data, own, bytes, cudaMemcpyDeviceToDevice, stream));

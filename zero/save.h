@@ -50,7 +50,8 @@ typedef struct Saver {
     char why[1024];
     bool failed;                    // the newest save
     size_t num_saved;
-    double begun_s;
+    double begun_s, waited_s;       // when the newest began; what this rank's training has waited for it
+    double thread_s;                // CPU time of its threads
 } Saver;
 
 static void saver_plan(Saver* s, Zero* z, Plan* plan)
@@ -166,6 +167,9 @@ static void* saver_thread(void* arg)
     Saver* s = (Saver*)arg;
     setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 10);   // of this thread: training comes first
     bool well = attempt(save_phase, s, s->why);
+    struct timespec used;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);
+    s->thread_s += used.tv_sec + used.tv_nsec * 1e-9;
     __atomic_store_n(&s->status, well ? SAVE_WELL : SAVE_FAILED, __ATOMIC_RELEASE);
     return nullptr;
 }
@@ -193,9 +197,8 @@ static void saver_end(Saver* s, bool failed)
 
 static void save_remove_partial(void* arg) { folder_remove(((Saver*)arg)->temporary); }
 
-static void saver_poll(Saver* s)
+static void saver_advance(Saver* s)
 {
-    if (s->phase == SavePhase::NONE) return;
     const Comm* c = s->zero->comm;
     SaveStatus own = __atomic_load_n(&s->status, __ATOMIC_ACQUIRE);
     if (s->phase == SavePhase::CREATE && cudaEventQuery(s->zero->states_copied) == cudaErrorNotReady) own = SAVE_BUSY;
@@ -216,20 +219,29 @@ static void saver_poll(Saver* s)
     }
 }
 
-static void saver_wait(Saver* s)
+static void saver_poll(Saver* s)
 {
-    while (s->phase != SavePhase::NONE) {
-        watch_move(s->zero->comm->watch, "a save", 0);
-        saver_poll(s);
-        if (s->phase != SavePhase::NONE) usleep(200);
-    }
+    if (s->phase == SavePhase::NONE) return;
+    double before_s = watch_now_s();
+    saver_advance(s);
+    s->waited_s += watch_now_s() - before_s;
 }
 
-/* This rank's slices to the host. */
+static void saver_wait(Saver* s)
+{
+    double before_s = watch_now_s();
+    while (s->phase != SavePhase::NONE) {
+        watch_move(s->zero->comm->watch, "a save", 0);
+        saver_advance(s);
+        if (s->phase != SavePhase::NONE) usleep(200);
+    }
+    s->waited_s += watch_now_s() - before_s;
+}
+
+/* This rank's slices to the host: of a step whose end the host has seen, so that d2h need not wait for it. */
 static void states_copy(Saver* s)
 {
     Zero* z = s->zero;
-    stream_wait(z->d2h, z->compute, z->edge, "the states are those of this step");
     for (int i = 0; i < NUM_STATES * z->shard->num_tensors; i++) {
         int state = i / z->shard->num_tensors;
         const Tensor* t = &z->shard->tensors[i % z->shard->num_tensors];
@@ -250,6 +262,7 @@ static void saver_begin(Saver* s, const RunState* state)
     const Shard* shard = s->zero->shard;
     s->state = *state;
     s->begun_s = watch_now_s();
+    s->thread_s = 0;
     checkpoint_path(s->path, s->config.out, state->step, "");
     checkpoint_path(s->temporary, s->config.out, state->step, ".tmp");
     char file[4200];
@@ -260,6 +273,7 @@ static void saver_begin(Saver* s, const RunState* state)
     memset(s->sums, 0, (size_t)NUM_STATES * shard->num_tensors * sizeof *s->sums);
     states_copy(s);
     saver_enter(s, SavePhase::CREATE);
+    s->waited_s = watch_now_s() - s->begun_s;
 }
 
 /* The folder: made by rank 0, seen by all. first_step: where the run goes on from; no later checkpoint may be there. */

@@ -14,6 +14,9 @@
  * needed. Padding is 0 from the start to the end: its gradient is never written, it is never in a norm, never in a
  * file.
  *
+ * Tensors that are to be kept in fp32 are taken out of their units and lie in one of their own, unit 0; the units that
+ * the caller has numbered from 0 then start at 1, and may be empty.
+ *
  * A tensor too large for one unit is a row of pieces, each a Tensor of its own with the name of the whole, some of its
  * rows and a unit to itself. The model cuts so that no unit but the last has padding: whole, they are one matrix. */
 #pragma once
@@ -32,6 +35,8 @@ typedef struct Tensor {
     size_t padded_rows;     // >= shape[0]: rows past shape[0] are always 0 and never leave the program
     size_t file_rows, file_first_row;   // of a piece: rows of the whole, and which of them is the piece's first
     int unit;
+    int home;               // the unit that it belongs to; kept in fp32, it lies in another
+    bool fp32;              // weight, gradient and states are kept in fp32, whatever the others are kept in
     double init_std;        // > 0: N(0, init_std); 0: every element is init_value
     double init_value;
     bool decay;             // weight decay applies by default
@@ -52,6 +57,7 @@ typedef struct Shard {
     int num_tensors;
     Unit* units;
     int num_units;
+    int num_fp32_units;     // 1 if tensors are kept in fp32, else 0
     int num_ranks;          // R
     size_t num_elems;       // of the flat space, padding included
     size_t num_params;      // without padding: what the files hold
@@ -77,31 +83,56 @@ static inline size_t tensor_file_place(const Tensor* t, size_t flat)
     return t->file_first_row * t->shape[1] + (flat - t->first);
 }
 
+/* Tensors that are kept in fp32 go to the front; the order is otherwise kept. Returns whether there are any. */
+static bool tensors_part_fp32(Tensor* tensors, int num_tensors)
+{
+    Tensor* sorted = (Tensor*)malloc_checked(num_tensors * sizeof(Tensor));
+    int n = 0;
+    for (int t = 0; t < num_tensors; t++) if (tensors[t].fp32) sorted[n++] = tensors[t];
+    bool has_fp32 = n > 0;
+    for (int t = 0; t < num_tensors; t++) if (!tensors[t].fp32) sorted[n++] = tensors[t];
+    for (int t = 0; t < num_tensors; t++) {
+        sorted[t].home += has_fp32;
+        sorted[t].unit = sorted[t].fp32 ? 0 : sorted[t].home;
+    }
+    memcpy(tensors, sorted, num_tensors * sizeof(Tensor));
+    free(sorted);
+    return has_fp32;
+}
+
 /* Places `tensors` (sorted by unit, units numbered from 0 without a gap) for R ranks. Takes the array over. */
 static void shard_build(Shard* s, Tensor* tensors, int num_tensors, int num_ranks)
 {
     ENSURE(num_tensors > 0 && num_ranks > 0, "shard_build: %d tensors, %d ranks", num_tensors, num_ranks);
     int num_units = tensors[num_tensors - 1].unit + 1;
-    *s = Shard{tensors, num_tensors, (Unit*)malloc_checked(num_units * sizeof(Unit)), num_units, num_ranks, 0, 0};
+    *s = Shard{tensors, num_tensors, nullptr, num_units, 0, num_ranks, 0, 0};
+    for (int t = 0, unit = -1; t < num_tensors; t++) {
+        ENSURE(tensors[t].unit == unit || tensors[t].unit == unit + 1, "shard_build: tensor %s is not in unit order",
+               tensors[t].name);
+        tensors[t].home = unit = tensors[t].unit;
+        tensors[t].logical_first = s->num_params;
+        s->num_params += tensor_elems(&tensors[t]);
+    }
+    s->num_fp32_units = tensors_part_fp32(tensors, num_tensors);
+    s->num_units += s->num_fp32_units;
+    s->units = (Unit*)malloc_checked(s->num_units * sizeof(Unit));
     size_t unit_align = (size_t)num_ranks * SHARD_ALIGN_ELEMS;
     int t = 0;
-    for (int u = 0; u < num_units; u++) {
+    for (int u = 0; u < s->num_units; u++) {
         Unit* unit = &s->units[u];
         *unit = Unit{{s->num_elems, 0}, t, 0};
         for (; t < num_tensors && tensors[t].unit == u; t++, unit->num_tensors++) {
             size_t align = tensors[t].joined ? 1 : SHARD_ALIGN_ELEMS;
             unit->range.count = (unit->range.count + align - 1) / align * align;
             tensors[t].first = unit->range.first + unit->range.count;
-            tensors[t].logical_first = s->num_params;
             unit->range.count += tensors[t].padded_rows * tensors[t].shape[1];
-            s->num_params += tensor_elems(&tensors[t]);
         }
-        ENSURE(unit->num_tensors > 0, "shard_build: unit %d holds no tensor", u);
         unit->range.count = (unit->range.count + unit_align - 1) / unit_align * unit_align;
         s->num_elems += unit->range.count;
     }
-    ENSURE(t == num_tensors, "shard_build: tensor %s is not in unit order", tensors[t].name);
 }
+
+static inline bool unit_is_fp32(const Shard* s, int unit_idx) { return unit_idx < s->num_fp32_units; }
 
 static void shard_free(Shard* s)
 {

@@ -8,6 +8,8 @@
  *            backward runs, and the next one's are gathered meanwhile. What is still in the ring is not gathered again.
  *            Resident units, and those below `persist_below`, keep theirs whole and are gathered after the step. The
  *            model says which units are resident: at stage 3 not those of a large untied vocabulary (passes.cuh).
+ * Tensors that are kept in fp32 in a 16-bit model are one unit (shard.h), whole on every rank, and its gradient too;
+ * what products read of it is a copy that each rank rounds.
  * Rank r updates slice r of every unit (shard.h). The printed norm is summed by slices at every stage, so that it has
  * the same bits at all stages. Rajbhandari et al. 2020, arXiv:1910.02054.
  *
@@ -41,6 +43,7 @@ typedef struct ZeroConfig {
     bool training;              // else no gradients and moments
     Storage storage;
     const OptimizerRow* optimizer;
+    bool rounds_fp32;           // products read tensors that are kept in fp32
     bool overlap;
     bool reduces_once;          // stages 2-3: gradients whole, sent at the boundary instead of in each micro-step
     bool deterministic;         // reductions in rank order, whatever NCCL does
@@ -65,6 +68,9 @@ typedef struct Zero {
     floatX* param_ring[RING_SIZE];
     floatX** unit_params;       // (num_units) where unit u's whole parameters are, or will be when it is gathered
     floatX** own_params;        // (num_units) where what this rank updates of unit u is
+    bool rounds_fp32;           // products read some of the fp32 unit
+    float* fp32_params;         // it, whole
+    floatX* fp32_rounded;       // its unit_params; null if no product reads it
     int held[RING_SIZE];        // stage 3: the bucket whose parameters the ring buffer holds; -1: out of date
     const int* visits;          // (num_visits) the units of a micro-step in the order in which the model uses them
     int num_visits, visit;      // the next one
@@ -81,6 +87,7 @@ typedef struct Zero {
     const OptimizerRow* optimizer;
     char *moment1, *moment2;    // m and v, each where the optimizer has it: (P) stage 0, (P/R) else; see zero_v_first
     size_t* v_first;            // (num_units) where the v of what this rank updates of unit u starts
+    size_t num_fp32_v;          // of the fp32 unit
     int* first_of_name;         // (num_tensors) the first tensor of that name: the place in LAMB's sums
     double *lamb_sums, *lamb_scratch;   // (num_tensors,2)
     struct MuonSpace* muon;
@@ -124,7 +131,28 @@ static size_t zero_state_first(const Zero* z, int u)
     return zero_slices_states(z) ? shard_packed_first(z->shard, u) : z->shard->units[u].range.first;
 }
 
-/* Where this rank keeps element `flat` of what it updates of unit u. */
+/* How unit u is kept and sent. */
+static Storage unit_storage(const Zero* z, int u)
+{
+    return unit_is_fp32(z->shard, u) ? Storage{Dtype::FP32, Dtype::FP32, Dtype::FP32, Dtype::FP32} : z->storage;
+}
+
+/* Elements of the fp32 unit that this rank updates. */
+static size_t num_fp32_states(const Zero* z) { return z->shard->num_fp32_units > 0 ? zero_owned(z, 0).count : 0; }
+
+/* Element `at` of an array over what this rank keeps of all units. The num_fp32 of the fp32 unit come first, as floats;
+ * the others are of `dtype`. */
+static Values unit_values(const Zero* z, void* base, Dtype dtype, int u, size_t at, size_t num_fp32)
+{
+    if (unit_is_fp32(z->shard, u)) return values_from(values_of((float*)base), at);
+    return values_from(Values{(char*)base + num_fp32 * sizeof(float), dtype, nullptr}, at - num_fp32);
+}
+static size_t values_bytes(size_t count, Dtype dtype, size_t num_fp32)
+{
+    return num_fp32 * sizeof(float) + (count - num_fp32) * dtype_bytes(dtype);
+}
+
+/* Where this rank keeps element `flat` of what it updates of unit u, which is not kept in fp32. */
 static floatX* zero_own_param(const Zero* z, int u, size_t flat)
 {
     return z->own_params[u] + (flat - zero_owned(z, u).first);
@@ -141,8 +169,8 @@ static Values zero_reduced_grad(const Zero* z, int u, size_t flat)
 {
     if (!zero_slices_grads(z)) return values_from(z->whole_grads[u], flat - z->shard->units[u].range.first);
     size_t slice = shard_slice(z->shard, u, z->comm->rank).first;
-    return values_from(Values{z->grad_slices, z->storage.grads, nullptr},
-                       shard_packed_first(z->shard, u) + (flat - slice));
+    return unit_values(z, z->grad_slices, z->storage.grads, u, shard_packed_first(z->shard, u) + (flat - slice),
+                       num_fp32_states(z));
 }
 
 /* How many of the elements that this rank updates of unit u before `flat` have no v: Muon keeps none of hidden
@@ -169,17 +197,19 @@ enum StateKind { STATE_WEIGHTS, STATE_M, STATE_V, NUM_STATES };
 /* The v of what this rank updates of unit u. */
 static Values zero_unit_v(const Zero* z, int u)
 {
-    return values_from(Values{z->moment2, z->storage.moments, nullptr}, z->v_first[u]);
+    return unit_values(z, z->moment2, z->storage.moments, u, z->v_first[u], z->num_fp32_v);
 }
 
 /* Where this rank keeps element `flat` of what it updates of unit u, and how: to the optimizer each is a float. */
 static Values zero_state(const Zero* z, StateKind kind, int u, size_t flat)
 {
-    size_t at = zero_state_first(z, u) + (flat - zero_owned(z, u).first);
-    if (kind == STATE_M) return values_from(Values{z->moment1, z->storage.moments, nullptr}, at);
+    size_t at = zero_state_first(z, u) + (flat - zero_owned(z, u).first), num_fp32 = num_fp32_states(z);
+    if (kind == STATE_M) return unit_values(z, z->moment1, z->storage.moments, u, at, num_fp32);
     if (kind == STATE_V)
         return values_from(zero_unit_v(z, u), flat - zero_owned(z, u).first - zero_v_gap(z, u, flat));
+    if (unit_is_fp32(z->shard, u)) return values_of(z->fp32_params + (flat - z->shard->units[u].range.first));
     floatX* param = zero_own_param(z, u, flat);
+    at -= num_fp32;
     if (z->storage.master == FLOATX_DTYPE) return Values{param, FLOATX_DTYPE, nullptr};
     if (z->storage.master == Dtype::SPLIT) return Values{param, Dtype::SPLIT, (unsigned short*)z->master + at};
     return values_of((float*)z->master + at);
@@ -207,7 +237,8 @@ static void plan_gradients(Zero* z, Plan* plan)
         if (z->resident[u]) resident += count;
         if (unit_folds(z, u)) folded += count;
         if (unit_folds(z, u) && count > largest_folded) largest_folded = count;
-        converts = converts || (unit_folds(z, u) ? z->storage.grads : Dtype::FP32) != z->storage.sent;
+        Dtype whole = unit_folds(z, u) ? z->storage.grads : Dtype::FP32;
+        converts = converts || (count > 0 && whole != unit_storage(z, u).sent);
     }
     for (int b = 0; b < buckets->num_buckets; b++) largest = max_count(largest, bucket_range(buckets, s, b).count);
     if (zero_slices_grads(z)) {
@@ -215,7 +246,7 @@ static void plan_gradients(Zero* z, Plan* plan)
             plan_add(plan, "gradients, ring of whole units", D, &z->grad_ring[k], buckets->slot_elems);
         plan_add(plan, "gradients, embeddings and head", D, &z->resident_grads, resident);
         plan_add(plan, "gradients, slice", D, &z->grad_slices,
-                 s->num_elems / s->num_ranks * dtype_bytes(z->storage.grads));
+                 values_bytes(s->num_elems / s->num_ranks, z->storage.grads, num_fp32_states(z)));
     } else if (folded > 0) {
         plan_add(plan, "gradients", D, &z->grads, folded * dtype_bytes(z->storage.grads));
         plan_add(plan, "gradients, embeddings and head", D, &z->resident_grads, resident);
@@ -230,22 +261,26 @@ static void plan_gradients(Zero* z, Plan* plan)
 static void plan_params(Zero* z, Plan* plan)
 {
     const Shard* s = z->shard;
-    size_t kept = 0, slices = 0;
-    for (int u = 0; u < s->num_units; u++) {
+    size_t kept = 0, slices = 0, fp32 = s->num_fp32_units > 0 ? s->units[0].range.count : 0;
+    for (int u = s->num_fp32_units; u < s->num_units; u++) {
         if (unit_in_ring(&z->param_buckets, u)) slices += s->units[u].range.count / s->num_ranks;
         else kept += s->units[u].range.count;
     }
     plan_add(plan, z->stage == 3 ? "parameters kept whole" : "parameters", Place::DEVICE, &z->params, kept);
+    if (fp32 > 0) plan_add(plan, "parameters in fp32", Place::DEVICE, &z->fp32_params, fp32);
+    if (fp32 > 0 && z->rounds_fp32)
+        plan_add(plan, "parameters in fp32, rounded", Place::DEVICE, &z->fp32_rounded, fp32);
     if (slices > 0) plan_add(plan, "parameters, slice", Place::DEVICE, &z->param_slices, slices);
     for (int k = 0; k < z->param_buckets.num_slots; k++)
         plan_add(plan, "parameters, ring of whole units", Place::DEVICE, &z->param_ring[k],
                  z->param_buckets.slot_elems);
 }
 
-/* Of the `count` elements that this rank updates. */
+/* Of the `count` elements that this rank updates; the fp32 unit is its own master. */
 static void plan_master(Zero* z, Plan* plan, size_t count)
 {
     Dtype master = z->storage.master;
+    count -= num_fp32_states(z);
     if (master != FLOATX_DTYPE)
         plan_add(plan, master == Dtype::SPLIT ? "master weights, lower halves" : "master weights", Place::DEVICE,
                  &z->master, count * dtype_bytes(master));
@@ -269,9 +304,13 @@ static void plan_optimizer(Zero* z, Plan* plan, size_t state_elems)
         z->first_of_name[t] = 0;
         while (strcmp(s->tensors[z->first_of_name[t]].name, s->tensors[t].name) != 0) z->first_of_name[t]++;
     }
-    size_t elem_bytes = dtype_bytes(z->storage.moments);
-    if (z->optimizer->has_m) plan_add(plan, "optimizer states", Place::DEVICE, &z->moment1, state_elems * elem_bytes);
-    if (z->optimizer->has_v) plan_add(plan, "optimizer states", Place::DEVICE, &z->moment2, v_elems * elem_bytes);
+    z->num_fp32_v = s->num_fp32_units == 0 ? 0 : s->num_units > 1 ? z->v_first[1] : v_elems;
+    if (z->optimizer->has_m)
+        plan_add(plan, "optimizer states", Place::DEVICE, &z->moment1,
+                 values_bytes(state_elems, z->storage.moments, num_fp32_states(z)));
+    if (z->optimizer->has_v)
+        plan_add(plan, "optimizer states", Place::DEVICE, &z->moment2,
+                 values_bytes(v_elems, z->storage.moments, z->num_fp32_v));
     if (z->optimizer->optimizer == Optimizer::LAMB) {
         plan_add(plan, "LAMB's norms", Place::DEVICE, &z->lamb_sums, 2 * (size_t)s->num_tensors);
         plan_add(plan, "LAMB's norms", Place::DEVICE, &z->lamb_scratch, lamb_scratch_elems());
@@ -289,6 +328,7 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     z->training = config->training;
     z->storage = config->storage;
     z->optimizer = config->optimizer;
+    z->rounds_fp32 = config->rounds_fp32;
     z->overlap = config->overlap;
     z->reduces_once = config->reduces_once;
     z->num_micro_steps = config->num_micro_steps;
@@ -307,11 +347,11 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     size_t whole = shard->num_elems, state = zero_slices_states(z) ? whole / shard->num_ranks : whole;
     plan_params(z, plan);
     plan_master(z, plan, state);
-    size_t largest = 0;
-    for (int u = 0; u < shard->num_units; u++) largest = max_count(largest, shard->units[u].range.count);
+    size_t largest_bytes = 0;
+    for (int u = 0; u < shard->num_units; u++)
+        largest_bytes = max_count(largest_bytes, shard->units[u].range.count * dtype_bytes(unit_storage(z, u).sent));
     if (z->training && config->deterministic && shard->num_ranks > 1)
-        plan_add(plan, "gradients, pieces of all ranks", Place::DEVICE, &comm->pieces,
-                 largest * dtype_bytes(z->storage.sent));
+        plan_add(plan, "gradients, pieces of all ranks", Place::DEVICE, &comm->pieces, largest_bytes);
     if (z->training) {
         plan_gradients(z, plan);
         plan_optimizer(z, plan, state);
@@ -351,7 +391,10 @@ static void zero_place_units(Zero* z)
         else z->unit_grads[u] = (float*)z->grads + range.first;
         z->whole_grads[u] = folds ? folded : values_of(z->unit_grads[u]);
         if (folds) folded = values_from(folded, range.count);
-        if (param_slot != NOT_IN_RING) {
+        if (unit_is_fp32(s, u)) {
+            z->unit_params[u] = z->fp32_rounded;
+            z->own_params[u] = nullptr;
+        } else if (param_slot != NOT_IN_RING) {
             z->unit_params[u] = z->param_ring[param_slot] + unit_ring_offset(params, s, u);
             z->own_params[u] = slices;
             slices += range.count / s->num_ranks;
@@ -430,7 +473,23 @@ static void wait_for_ranks(Zero* z, cudaEvent_t event)
 }
 
 // ------------------------------------------------------------------------------------------------------ parameters
-/* Every rank's slices of the units of bucket b to all ranks, on the gather stream. */
+/* Every rank's slice of unit u to all ranks, on the gather stream. */
+static void unit_gather(Zero* z, int u)
+{
+    size_t n = z->shard->units[u].range.count / z->shard->num_ranks;
+    if (unit_is_fp32(z->shard, u))
+        comm_all_gather(z->comm, z->fp32_params, z->fp32_params + z->comm->rank * n, n, ncclFloat32, z->gather);
+    else
+        comm_all_gather(z->comm, z->unit_params[u], z->own_params[u], n, FLOATX_NCCL, z->gather);
+}
+
+/* If bucket b has the fp32 unit: what products read of it. */
+static void bucket_round(Zero* z, int b, cudaStream_t stream)
+{
+    if (z->fp32_rounded != nullptr && z->param_buckets.first_unit[b] == 0)
+        weights_round(z->fp32_rounded, z->fp32_params, z->shard->units[0].range.count, stream);
+}
+
 static void bucket_gather(Zero* z, int b)
 {
     CommunicationScope communication(z->gather, z->comm->num_ranks > 1);
@@ -438,10 +497,9 @@ static void bucket_gather(Zero* z, int b)
     stream_wait(z->gather, z->compute, z->edge, "the slices are updated, and what was in the ring buffer is used up");
     OP_GROUP("gather_parameters", comm_kind(z->comm), z->gather);
     comm_group_begin(z->comm);
-    for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++)
-        comm_all_gather(z->comm, z->unit_params[u], z->own_params[u],
-                        z->shard->units[u].range.count / z->shard->num_ranks, FLOATX_NCCL, z->gather);
+    for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++) unit_gather(z, u);
     comm_group_end(z->comm);
+    bucket_round(z, b, z->gather);
     CUDA_CHECK(cudaEventRecord(z->params_ready[b], z->gather));
 }
 
@@ -485,6 +543,7 @@ static void zero_params_changed(Zero* z, int b)
 {
     if (bucket_in_ring(&z->param_buckets, b)) z->held[z->param_buckets.slot[b]] = -1;
     else if (zero_slices_states(z)) bucket_gather(z, b);
+    else bucket_round(z, b, z->compute);
 }
 
 /* The same for all of them, after loading. */
@@ -532,8 +591,9 @@ static float* zero_gradient_begin(Zero* z, int u)
 static Values unit_sent(const Zero* z, int u)
 {
     Values kept = z->whole_grads[u];
-    if (kept.dtype == z->storage.sent || z->comm->num_ranks == 1) return kept;
-    return values_from(Values{z->sent, z->storage.sent, nullptr}, unit_ring_offset(&z->grad_buckets, z->shard, u));
+    Dtype sent = unit_storage(z, u).sent;
+    if (kept.dtype == sent || z->comm->num_ranks == 1) return kept;
+    return values_from(Values{z->sent, sent, nullptr}, unit_ring_offset(&z->grad_buckets, z->shard, u));
 }
 
 /* Starts the sum over ranks of unit u's gradient: this rank's slice of it goes where it is kept, or stays where it was
@@ -621,7 +681,7 @@ static void zero_state_from_host(Zero* z, StateKind kind, int u, size_t flat, si
     CUDA_CHECK(cudaMemcpyAsync(to.at, from, size_bytes, cudaMemcpyHostToDevice, z->compute));
     if (to.low != nullptr)
         CUDA_CHECK(cudaMemcpyAsync(to.low, halves.low, size_bytes, cudaMemcpyHostToDevice, z->compute));
-    floatX* param = zero_own_param(z, u, flat);
+    floatX* param = unit_is_fp32(z->shard, u) ? (floatX*)to.at : zero_own_param(z, u, flat);
     if (kind == STATE_WEIGHTS && (void*)param != to.at) {   // a master, of which the parameter is a rounded copy
         CUDA_CHECK(cudaStreamSynchronize(z->compute));
         floatX* rounded = (floatX*)values;                  // in place: what is written is never ahead of what is read
@@ -655,97 +715,4 @@ static int zero_first_nonfinite(Zero* z, int slot)
     while (first < n && !z->h_found[first]) first++;
     first = -(int)comm_max_host(z->comm, -first);
     return first < n ? first : -1;
-}
-
-/* Bytes this rank sends in one step, by the same arithmetic as the collectives. */
-typedef struct WireBytes { size_t gradients, parameters, sums, optimizer; } WireBytes;
-static size_t optimizer_wire_bytes(const Zero* z);   // update.h
-
-/* Elements that the ring gathers in one step: zero_params_begin without doing it. */
-static size_t ring_gathered_elems(const Zero* z)
-{
-    const Buckets* buckets = &z->param_buckets;
-    int held[RING_SIZE] = {-1, -1};
-    size_t elems = 0;
-    for (int i = 0; i < z->num_micro_steps * z->num_visits; i++) {
-        int visit = i % z->num_visits;
-        for (int b : {buckets->of_unit[z->visits[visit]], next_ring_bucket(z, visit)}) {
-            if (!bucket_in_ring(buckets, b) || held[buckets->slot[b]] == b) continue;
-            held[buckets->slot[b]] = b;
-            elems += bucket_range(buckets, z->shard, b).count;
-        }
-    }
-    return elems;
-}
-
-static WireBytes zero_wire_bytes(const Zero* z)
-{
-    const Shard* s = z->shard;
-    const Comm* c = z->comm;
-    WireBytes bytes = {};
-    bytes.sums = comm_all_reduce_bytes(c, NUM_STEP_SUMS, sizeof(double));
-    bytes.optimizer = optimizer_wire_bytes(z);
-    for (int u = 0; u < s->num_units; u++) {
-        size_t count = s->units[u].range.count, slice = count / s->num_ranks;
-        size_t num_reductions = unit_in_ring(&z->grad_buckets, u) ? z->num_micro_steps : 1;
-        size_t elem_bytes = dtype_bytes(z->storage.sent);
-        if (z->stage == 0) bytes.gradients += comm_all_reduce_bytes(c, count, elem_bytes);
-        else bytes.gradients += num_reductions * comm_scatter_bytes(c, slice, elem_bytes);
-        if (z->stage > 0 && !unit_in_ring(&z->param_buckets, u))
-            bytes.parameters += comm_scatter_bytes(c, slice, sizeof(floatX));
-    }
-    bytes.parameters += comm_scatter_bytes(c, ring_gathered_elems(z) / s->num_ranks, sizeof(floatX));
-    return bytes;
-}
-
-/* Sum over all elements of parameters (master where there is one) and moments, by tensor, the same for every R, stage,
- * layout and storage if the values are. Synchronises. */
-static unsigned long long zero_state_hash(Zero* z)
-{
-    const Shard* shard = z->shard;
-    zero_params_settle(z);
-    CUDA_CHECK(cudaMemsetAsync(z->hash, 0, sizeof *z->hash, z->compute));
-    for (int u = 0; u < shard->num_units; u++) {
-        Range slice = shard_slice(shard, u, z->comm->rank);
-        for (int t = shard->units[u].first_tensor; t < shard->units[u].first_tensor + shard->units[u].num_tensors;
-             t++) {
-            Range part = tensor_part(&shard->tensors[t], slice);
-            if (part.count == 0) continue;
-            size_t logical = shard->tensors[t].logical_first + (part.first - shard->tensors[t].first);
-            for (StateKind kind : {STATE_WEIGHTS, STATE_M, STATE_V})
-                if (kind == STATE_WEIGHTS || zero_has_moment(z, kind - STATE_M, &shard->tensors[t]))
-                    state_hash_accumulate(z->hash, zero_state(z, kind, u, part.first), part.count,
-                                          kind * shard->num_params + logical, z->compute);
-        }
-    }
-    comm_all_reduce(z->comm, z->hash, 1, ncclUint64, z->compute);
-    unsigned long long h_hash;
-    CUDA_CHECK(cudaMemcpyAsync(&h_hash, z->hash, sizeof h_hash, cudaMemcpyDeviceToHost, z->compute));
-    CUDA_CHECK(cudaStreamSynchronize(z->compute));
-    return h_hash;
-}
-
-/* Of what every rank must hold alike: whole parameters, and at stage 0 the moments. Synchronises. */
-static unsigned long long zero_replica_hash(Zero* z)
-{
-    const Shard* shard = z->shard;
-    zero_params_settle(z);
-    CUDA_CHECK(cudaMemsetAsync(z->hash, 0, sizeof *z->hash, z->compute));
-    for (int u = 0; u < shard->num_units; u++) {
-        Range range = shard->units[u].range;
-        if (!unit_in_ring(&z->param_buckets, u))
-            state_hash_accumulate(z->hash, Values{z->unit_params[u], FLOATX_DTYPE, nullptr}, range.count, range.first,
-                                  z->compute);
-        if (zero_slices_states(z)) continue;
-        if (z->moment1 != nullptr)
-            state_hash_accumulate(z->hash, zero_state(z, STATE_M, u, range.first), range.count,
-                                  shard->num_elems + range.first, z->compute);
-        if (z->moment2 != nullptr)
-            state_hash_accumulate(z->hash, zero_unit_v(z, u), range.count - zero_v_gap(z, u, SIZE_MAX),
-                                  2 * shard->num_elems + range.first, z->compute);
-    }
-    unsigned long long h_hash;
-    CUDA_CHECK(cudaMemcpyAsync(&h_hash, z->hash, sizeof h_hash, cudaMemcpyDeviceToHost, z->compute));
-    CUDA_CHECK(cudaStreamSynchronize(z->compute));
-    return h_hash;
 }

@@ -8,11 +8,23 @@
  *         whole everywhere, and each rank does all matrices itself: no bytes, but no share either. */
 #pragma once
 #include "../kernels/muon.cuh"
-#include "stages.h"
+#include "account.h"
 
 // ------------------------------------------------------------------------------------------------------------ units
+/* `range` of unit u from `first` on, as far as OPTIMIZER_MAX_RUNS tensors go: what one launch takes. */
+static Range unit_chunk(const Zero* z, int u, Range range, size_t first)
+{
+    size_t end = range.first + range.count;
+    const Unit* unit = &z->shard->units[u];
+    for (int t = unit->first_tensor, count = 0; t < unit->first_tensor + unit->num_tensors; t++) {
+        Range part = tensor_part(&z->shard->tensors[t], Range{first, end - first});
+        if (part.count > 0 && count++ == OPTIMIZER_MAX_RUNS) return Range{first, part.first - first};
+    }
+    return Range{first, end - first};
+}
+
 /* The runs of `range` of unit u, within what this rank owns. Padding between tensors goes along: its gradient is 0, it
- * stays 0. Muon's two halves are `hidden_ones` and the rest. */
+ * stays 0. Muon's two halves are `hidden_ones` and the rest. What is kept in fp32 is not rounded at random. */
 static OptimizerRuns unit_runs(const Zero* z, int u, Range range, bool hidden_ones)
 {
     OptimizerRuns runs = {};
@@ -24,20 +36,24 @@ static OptimizerRuns unit_runs(const Zero* z, int u, Range range, bool hidden_on
         if (part.count > 0)
             runs_extend(&runs, part.first + part.count - range.first, tensor->weight_decay, tensor->lr_factor,
                         lamb ? z->first_of_name[t] : -1, muon && tensor->hidden != hidden_ones,
-                        zero_v_gap(z, u, part.first), tensor->logical_first + range.first - tensor->first);
+                        zero_v_gap(z, u, part.first),
+                        tensor->fp32 ? 0 : tensor->logical_first + range.first - tensor->first);
     }
     return runs;
 }
 
-/* `rule` on what this rank owns of unit u, in one launch. */
+/* `rule` on what this rank owns of unit u, mostly in one launch. */
 template <Rule rule> static void unit_update(Zero* z, int u, OptimizerConfig config, bool hidden_ones = false)
 {
-    Range owned = zero_owned(z, u);
-    OptimizerRuns runs = unit_runs(z, u, owned, hidden_ones);
-    OptimizerArrays arrays = {zero_own_param(z, u, owned.first), zero_state(z, STATE_WEIGHTS, u, owned.first),
-                              zero_state(z, STATE_M, u, owned.first), zero_unit_v(z, u),
-                              zero_reduced_grad(z, u, owned.first)};
-    optimizer_update<rule>(arrays, &runs, config, z->lamb_sums, z->state, z->compute);
+    Range owned = zero_owned(z, u), chunk;
+    for (size_t first = owned.first; first < owned.first + owned.count; first += chunk.count) {
+        chunk = unit_chunk(z, u, owned, first);
+        OptimizerRuns runs = unit_runs(z, u, chunk, hidden_ones);
+        floatX* param = unit_is_fp32(z->shard, u) ? nullptr : zero_own_param(z, u, first);
+        OptimizerArrays arrays = {param, zero_state(z, STATE_WEIGHTS, u, first), zero_state(z, STATE_M, u, first),
+                                  values_from(zero_unit_v(z, u), first - owned.first), zero_reduced_grad(z, u, first)};
+        optimizer_update<rule>(arrays, &runs, config, z->lamb_sums, z->state, z->compute);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------------------- LAMB
@@ -47,11 +63,14 @@ static void lamb_begin(Zero* z, OptimizerConfig config)
     CUDA_CHECK(cudaMemsetAsync(z->lamb_sums, 0, 2 * (size_t)s->num_tensors * sizeof(double), z->compute));
     for (int u = 0; u < s->num_units; u++) {
         unit_update<Rule::LAMB_STATES>(z, u, config);
-        Range slice = shard_slice(s, u, z->comm->rank);
-        OptimizerRuns runs = unit_runs(z, u, slice, false);
-        lamb_norms(z->lamb_sums, z->lamb_scratch, zero_state(z, STATE_WEIGHTS, u, slice.first),
-                   zero_state(z, STATE_M, u, slice.first), zero_state(z, STATE_V, u, slice.first), &runs, config.eps,
-                   z->compute);
+        Range slice = shard_slice(s, u, z->comm->rank), chunk;
+        for (size_t first = slice.first; first < slice.first + slice.count; first += chunk.count) {
+            chunk = unit_chunk(z, u, slice, first);
+            OptimizerRuns runs = unit_runs(z, u, chunk, false);
+            lamb_norms(z->lamb_sums, z->lamb_scratch, zero_state(z, STATE_WEIGHTS, u, first),
+                       zero_state(z, STATE_M, u, first), zero_state(z, STATE_V, u, first), &runs, config.eps,
+                       z->compute);
+        }
     }
     comm_all_reduce(z->comm, z->lamb_sums, 2 * (size_t)s->num_tensors, ncclFloat64, z->compute);
 }

@@ -56,7 +56,7 @@ static void fuzz_config(const char* text, size_t length)
     config_read(&config, put("config.json", text, length));
     Shard shard;
     if (config.L <= 40) {
-        model_tensors(&shard, &config, 3);
+        model_tensors(&shard, &config, 3, "");
         shard_free(&shard);
     }
     free((void*)config.hf_text);

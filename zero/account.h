@@ -1,0 +1,98 @@
+/* account.h: what can be said of a run without changing it: the bytes that a step sends, by the same arithmetic as the
+ * collectives, and hashes of what the ranks hold. */
+#pragma once
+#include "stages.h"
+
+/* Bytes this rank sends in one step, by the same arithmetic as the collectives. */
+typedef struct WireBytes { size_t gradients, parameters, sums, optimizer; } WireBytes;
+static size_t optimizer_wire_bytes(const Zero* z);   // update.h
+
+/* Elements that the ring gathers in one step: zero_params_begin without doing it. */
+static size_t ring_gathered_elems(const Zero* z)
+{
+    const Buckets* buckets = &z->param_buckets;
+    int held[RING_SIZE] = {-1, -1};
+    size_t elems = 0;
+    for (int i = 0; i < z->num_micro_steps * z->num_visits; i++) {
+        int visit = i % z->num_visits;
+        for (int b : {buckets->of_unit[z->visits[visit]], next_ring_bucket(z, visit)}) {
+            if (!bucket_in_ring(buckets, b) || held[buckets->slot[b]] == b) continue;
+            held[buckets->slot[b]] = b;
+            elems += bucket_range(buckets, z->shard, b).count;
+        }
+    }
+    return elems;
+}
+
+static WireBytes zero_wire_bytes(const Zero* z)
+{
+    const Shard* s = z->shard;
+    const Comm* c = z->comm;
+    WireBytes bytes = {};
+    bytes.sums = comm_all_reduce_bytes(c, NUM_STEP_SUMS, sizeof(double));
+    bytes.optimizer = optimizer_wire_bytes(z);
+    for (int u = 0; u < s->num_units; u++) {
+        size_t count = s->units[u].range.count, slice = count / s->num_ranks;
+        size_t num_reductions = unit_in_ring(&z->grad_buckets, u) ? z->num_micro_steps : 1;
+        size_t elem_bytes = dtype_bytes(unit_storage(z, u).sent);
+        if (z->stage == 0) bytes.gradients += comm_all_reduce_bytes(c, count, elem_bytes);
+        else bytes.gradients += num_reductions * comm_scatter_bytes(c, slice, elem_bytes);
+        if (z->stage > 0 && !unit_in_ring(&z->param_buckets, u))
+            bytes.parameters += comm_scatter_bytes(c, slice, unit_is_fp32(s, u) ? sizeof(float) : sizeof(floatX));
+    }
+    bytes.parameters += comm_scatter_bytes(c, ring_gathered_elems(z) / s->num_ranks, sizeof(floatX));
+    return bytes;
+}
+
+/* Sum over all elements of parameters (master where there is one) and moments, by tensor, the same for every R, stage,
+ * layout and storage if the values are. Synchronises. */
+static unsigned long long zero_state_hash(Zero* z)
+{
+    const Shard* shard = z->shard;
+    zero_params_settle(z);
+    CUDA_CHECK(cudaMemsetAsync(z->hash, 0, sizeof *z->hash, z->compute));
+    for (int u = 0; u < shard->num_units; u++) {
+        Range slice = shard_slice(shard, u, z->comm->rank);
+        for (int t = shard->units[u].first_tensor; t < shard->units[u].first_tensor + shard->units[u].num_tensors;
+             t++) {
+            Range part = tensor_part(&shard->tensors[t], slice);
+            if (part.count == 0) continue;
+            size_t logical = shard->tensors[t].logical_first + (part.first - shard->tensors[t].first);
+            for (StateKind kind : {STATE_WEIGHTS, STATE_M, STATE_V})
+                if (kind == STATE_WEIGHTS || zero_has_moment(z, kind - STATE_M, &shard->tensors[t]))
+                    state_hash_accumulate(z->hash, zero_state(z, kind, u, part.first), part.count,
+                                          kind * shard->num_params + logical, z->compute);
+        }
+    }
+    comm_all_reduce(z->comm, z->hash, 1, ncclUint64, z->compute);
+    unsigned long long h_hash;
+    CUDA_CHECK(cudaMemcpyAsync(&h_hash, z->hash, sizeof h_hash, cudaMemcpyDeviceToHost, z->compute));
+    CUDA_CHECK(cudaStreamSynchronize(z->compute));
+    return h_hash;
+}
+
+/* Of what every rank must hold alike: whole parameters, and at stage 0 the moments. Synchronises. */
+static unsigned long long zero_replica_hash(Zero* z)
+{
+    const Shard* shard = z->shard;
+    zero_params_settle(z);
+    CUDA_CHECK(cudaMemsetAsync(z->hash, 0, sizeof *z->hash, z->compute));
+    for (int u = 0; u < shard->num_units; u++) {
+        Range range = shard->units[u].range;
+        if (!unit_in_ring(&z->param_buckets, u))
+            state_hash_accumulate(z->hash, unit_is_fp32(shard, u) ? values_of(z->fp32_params)
+                                                                  : Values{z->unit_params[u], FLOATX_DTYPE, nullptr},
+                                  range.count, range.first, z->compute);
+        if (zero_slices_states(z)) continue;
+        if (z->moment1 != nullptr)
+            state_hash_accumulate(z->hash, zero_state(z, STATE_M, u, range.first), range.count,
+                                  shard->num_elems + range.first, z->compute);
+        if (z->moment2 != nullptr)
+            state_hash_accumulate(z->hash, zero_unit_v(z, u), range.count - zero_v_gap(z, u, SIZE_MAX),
+                                  2 * shard->num_elems + range.first, z->compute);
+    }
+    unsigned long long h_hash;
+    CUDA_CHECK(cudaMemcpyAsync(&h_hash, z->hash, sizeof h_hash, cudaMemcpyDeviceToHost, z->compute));
+    CUDA_CHECK(cudaStreamSynchronize(z->compute));
+    return h_hash;
+}
