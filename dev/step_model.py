@@ -22,9 +22,9 @@ def plan(program, model, card, ranks, T, batch, storage):
     for B in (1, 2, 4, 8, 16, 32, 64):
         if batch % (B * ranks):
             continue
-        run = subprocess.run([program, "--plan", "--auto", "-m", model, "-p", "bf16", "--gpu", card, "--ranks", str(ranks),
-                              "-t", str(T), "-b", str(B), "--batch", str(batch), "-d", "none", *storage],
-                             capture_output=True, text=True, cwd=ROOT)
+        run = subprocess.run([program, "--plan", "--auto", "-m", model, "-p", "bf16", "--gpu", card,
+                              "--ranks", str(ranks), "-t", str(T), "-b", str(B), "--batch", str(batch), "-d", "none",
+                              *storage], capture_output=True, text=True, cwd=ROOT)
         found = re.search(r"^time .*on paper (\S+) s .* (\S+) tok/s$", run.stdout, re.M)
         if found is None or not re.search(r"^fits ", run.stdout, re.M):
             continue
