@@ -99,16 +99,22 @@ static void batch_arithmetic(Run* run, int num_ranks)
     run->global_batch = (size_t)(B * G * R);
 }
 
-/* --elastic: the global batch of the run, from a checkpoint's state.json or from run.json, on the ranks that are here:
- * the largest micro-batch up to -b that divides a rank's share, also of what --batch-ramp begins with, and the
- * micro-steps that it takes. */
-static void batch_of_run(Run* run, const char* path)
+/* --elastic: the global batch of the run, from its checkpoint's state.json or from run.json, on the ranks that are
+ * here: the largest micro-batch up to -b that divides a rank's share, also of what --batch-ramp begins with, and the
+ * micro-steps that it takes. False if there is no such file yet. Rank 0 looks. */
+static bool batch_of_run(Run* run, const char* resume_path)
 {
     const Flags* f = run->flags;
-    cJSON* j = json_parse_file(path);
-    size_t R = (size_t)run->comm.num_ranks, fits = R, from = 0;
-    size_t batch = (size_t)json_int(j, "global_batch", 1, 1 << 30, path);
-    cJSON_Delete(j);
+    char path[4096];
+    size_t R = (size_t)run->comm.num_ranks, fits = R, from = 0, batch = 0;
+    const char *folder = resume_path[0] ? resume_path : f->out, *name = resume_path[0] ? "state.json" : "run.json";
+    if (path_exists(folder, name, path) && run->comm.rank == 0) {
+        cJSON* j = json_parse_file(path);
+        batch = (size_t)json_int(j, "global_batch", 1, 1 << 30, path);
+        cJSON_Delete(j);
+    }
+    comm_broadcast_host(&run->comm, &batch, sizeof batch);
+    if (batch == 0) return false;
     char ramp[80] = "";
     if (sscanf(f->batch_ramp, "%zu", &from) == 1)
         snprintf(ramp, sizeof ramp, ", or of %zu where --batch-ramp begins,", from);
@@ -122,6 +128,7 @@ static void batch_of_run(Run* run, const char* path)
     run->B = (int)B;
     run->G = (int)(share / B);
     run->global_batch = batch;
+    return true;
 }
 
 /* The model is a preset, or a folder with config.json. */

@@ -449,7 +449,7 @@ static void weights_start(Run* run, const char* folder, bool from_scratch)
     size_t read_bytes;
     snprintf(file, sizeof file, "%s/state.json", folder);
     if (c->hf_text == nullptr || from_scratch) weights_init(run);
-    else if (access(file, R_OK) != 0) weights_load(&run->zero, folder, c->tied);
+    else if (!all_ranks_see(&run->comm, file)) weights_load(&run->zero, folder, c->tied);
     else if (!checkpoint_load(&run->zero, folder, c->tied, nullptr, &read_bytes, why)) die("%s", why);
 }
 
@@ -496,11 +496,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
     if (f->plan || f->auto_) device_measure_memory(&run->device);
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
-    char told[4096];
-    bool resumes = resume_path[0] != 0, began = f->out[0] && path_exists(f->out, "run.json", told);
-    if (f->elastic && resumes) path_exists(resume_path, "state.json", told);
-    if (f->elastic && (resumes || began)) batch_of_run(run, told);
-    else batch_arithmetic(run, run->comm.num_ranks);
+    if (!f->elastic || !batch_of_run(run, resume_path)) batch_arithmetic(run, run->comm.num_ranks);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks, f->fp32_tensors);
     rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false, storage_from_flags(f)};
