@@ -42,7 +42,13 @@ endif
 ifeq ($(DEVICE),cpu)
   PREC       ?= fp32 bf16 fp16
   TEST_PRECS := $(PREC)
-  COMPILE    := $(CXX) -x c++ -std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -ffp-contract=fast \
+  # ISA: instruction sets of one binary (kernels/cpu/isa.h), the best first; native is that of this machine.
+  ISA        ?= native
+  MARCH_avx512 := -march=x86-64-v4 -mprefer-vector-width=512
+  MARCH_avx2   := -march=x86-64-v3
+  MARCH_sse2   := -march=x86-64
+  MARCH      := $(or $(MARCH_$(lastword $(ISA))),-march=native)
+  COMPILE    := $(CXX) -x c++ -std=c++17 -O3 $(MARCH) -fno-math-errno -fno-trapping-math -ffp-contract=fast \
                 -fopenmp $(WARN) -DDEVICE_CPU -Ikernels/cpu -I. $(MPI_FLAGS)
   LINK       := $(CXX) -fopenmp
   LIBS       += -lopenblas
@@ -88,7 +94,9 @@ endif
 
 # ---- the program ------------------------------------------------------------------------------------------------
 MAIN_PREC    := $(firstword $(PREC))
-MAIN_OBJS    := $(PREC:%=$(BUILD)/train_gpt.%.o)
+ISA          ?= native
+ISA_OBJS     := $(foreach isa,$(filter-out native,$(ISA)),$(PREC:%=$(BUILD)/train_gpt.%.$(isa).o))
+MAIN_OBJS    := $(or $(ISA_OBJS),$(PREC:%=$(BUILD)/train_gpt.%.o))
 SUPPORT_OBJS := $(SUPPORT:%=$(BUILD)/%.o)
 
 all: $(BUILD)/train_gpt $(if $(filter $(DEVICE),$(DEFAULT_DEVICE)),train_gpt)
@@ -104,6 +112,14 @@ precision = -DPREC_$(shell echo $(1) | tr a-z A-Z)
 HAVE      = $(shell echo $(PREC:%=-DHAVE_%) | sed 's/HAVE_[a-z0-9]*/\U&/g')
 $(BUILD)/train_gpt.%.o: train_gpt.cu $(BUILD)/flags
 	$(COMPILE) $(call precision,$*) $(if $(filter $*,$(MAIN_PREC)),-DPREC_MAIN $(HAVE)) $(CHECKED) $(MMD) -c $< -o $@
+
+# Of several instruction sets: train_gpt.PRECISION.ISA.o. The last set, which all machines have, holds main().
+isa_prec = $(word 1,$(subst ., ,$(1)))
+isa_name = $(word 2,$(subst ., ,$(1)))
+$(ISA_OBJS): $(BUILD)/train_gpt.%.o: train_gpt.cu $(BUILD)/flags
+	$(COMPILE) $(MARCH_$(call isa_name,$*)) $(call precision,$(call isa_prec,$*)) -DISA_THIS=$(call isa_name,$*) \
+	    $(if $(filter $(MAIN_PREC).$(lastword $(ISA)),$*),-DPREC_MAIN $(HAVE) '-DISAS=$(patsubst %,ISA(%),$(ISA))') \
+	    $(MMD) -c $< -o $@
 
 $(BUILD)/%.o: kernels/cpu/%.cpp $(BUILD)/flags
 	$(COMPILE) $(if $(CHECKED),-O2) $(MMD) -c $< -o $@
@@ -173,7 +189,7 @@ lint:
 MMD      = -MMD -MP -MF $(@:.o=.d)
 COMPILE += $(if $(SPILLS),-Xptxas -v)
 
-FLAGS    = $(COMPILE) $(CHECKED) $(LINK) $(LIBS) $(PREC)
+FLAGS    = $(COMPILE) $(CHECKED) $(LINK) $(LIBS) $(PREC) $(ISA)
 # A change of flags rebuilds: the file is touched only when its text differs.
 $(BUILD)/flags: force
 	@mkdir -p $(BUILD)
@@ -197,6 +213,7 @@ help:
 	@echo "DEVICE=emu CHECK=1  the same, and every memory access is checked for races and bounds (build/check)"
 	@echo "DEVICE=cpu SANITIZE=1  the same under AddressSanitizer and UndefinedBehaviorSanitizer (build/sanitize)"
 	@echo "DEVICE=cuda         nvcc, cuBLASLt, NCCL"
+	@echo "ISA='avx512 avx2 sse2'  one CPU binary for every x86-64 machine (default: native, this one's instruction set)"
 	@echo "PREC='fp32 bf16'    precisions to compile (now: $(PREC))"
 	@echo "ARCH='80 90'        GPU architectures (cuda; default: the cards found, else 80 90 100)"
 	@echo "NO_MPI=1 NO_NCCL=1  one process: leave MPI or NCCL out"

@@ -1,6 +1,7 @@
 /* fit.cuh: settings tried on paper: what they need, about how long a step takes (step_time.cuh), what to change when
  * the memory is too small. */
 #pragma once
+#include "kernels/cpu/isa.h"
 #include "run.cuh"
 #include "step_time.cuh"
 
@@ -42,7 +43,7 @@ static Estimate setting_estimate(const Run* run, Setting s)
 }
 
 /* Bytes on the device in bf16, from the object of that precision if it is in this binary. */
-__attribute__((weak)) size_t device_bytes_bf16(const Run* run, Setting s);
+__attribute__((weak)) size_t ISA_NAME(device_bytes_bf16)(const Run* run, Setting s);
 
 /* The next lower micro-batch that keeps the global batch. */
 static bool lower_micro_batch(Setting* s)
@@ -98,8 +99,8 @@ static bool rung_next(const Run* run, Setting* s)
 static void ladder_print(const Run* run, FILE* f, size_t have_bytes)
 {
     Setting s = run->setting;
-    if (sizeof(floatX) == 4 && device_bytes_bf16 != nullptr) {
-        size_t bytes = device_bytes_bf16(run, s);
+    if (sizeof(floatX) == 4 && ISA_NAME(device_bytes_bf16) != nullptr) {
+        size_t bytes = ISA_NAME(device_bytes_bf16)(run, s);
         fprintf(f, "  -p bf16                      %12.1f MiB  %s\n", bytes / 1048576.0,
                 bytes <= have_bytes ? "fits" : "");
     } else if (sizeof(floatX) == 4) {

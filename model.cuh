@@ -380,7 +380,7 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     size_t N = (size_t)B * T, C = c->C, F = c->F, FC = fc_width(c), L = c->L, LN = L * N;
     size_t Q = config_dim(c, Dim::Q), QKV = config_dim(c, Dim::QKV);
     size_t head_rows = max_size(((size_t)64 << 20) / (c->VP * sizeof(floatX)), 256);
-    m->head_rows = (int)(head_rows < N ? head_rows : N);
+    m->head_rows = (int)ceil_div(N, ceil_div(N, head_rows));       // chunks of about the same size
     const char* label = "activations";
     const Place D = Place::DEVICE;
     size_t cheap = N * kept_layers(m, Recompute::CHEAP), mlp = N * kept_layers(m, Recompute::MLP);

@@ -22,6 +22,7 @@
 #include "generate.cuh"
 #include "run_folder.cuh"
 #include "same.cuh"
+#include "tune.cuh"
 #include "zero/init.h"
 
 #define VERSION "0.1.0"
@@ -34,19 +35,18 @@
 #endif
 #define VERSION_LINE VERSION ", compiled " __DATE__ " with " __VERSION__ ", device " DEVICE_KIND
 
-void run_all_fp32(const Flags* f, Comm* comm);   // one in each object
-void run_all_bf16(const Flags* f, Comm* comm);
-void run_all_fp16(const Flags* f, Comm* comm);
+/* One in each object, named by its precision and instruction set (kernels/cpu/isa.h). */
 #if defined(PREC_BF16)
-#define RUN_ALL run_all_bf16
+#define RUN_ALL ISA_NAME(run_all_bf16)
 #elif defined(PREC_FP16)
-#define RUN_ALL run_all_fp16
+#define RUN_ALL ISA_NAME(run_all_fp16)
 #else
-#define RUN_ALL run_all_fp32
+#define RUN_ALL ISA_NAME(run_all_fp32)
 #endif
+void RUN_ALL(const Flags* f, Comm* comm);
 
 #ifdef PREC_BF16
-size_t device_bytes_bf16(const Run* run, Setting s) { return setting_estimate(run, s).device_bytes; }
+size_t ISA_NAME(device_bytes_bf16)(const Run* run, Setting s) { return setting_estimate(run, s).device_bytes; }
 #endif
 
 // ------------------------------------------------------------------------------------------------ what is printed
@@ -101,7 +101,7 @@ static void print_start(Run* run, const char* model_name)
     SAY("batch   %zu sequences = %d per micro-step x %d micro-steps x %d ranks | %zu tokens per step\n",
         run->global_batch, run->B, run->G, run->comm.num_ranks, run->global_batch * run->T);
     SAY("steps   %zu = %.2f epochs | lr %.3g %s to %.3g, warm-up %zu steps | seed %lld\n", run->num_steps,
-        run->train == nullptr ? 0 : (double)run->num_steps * run->global_batch / run->train->num_windows,
+        run->train == nullptr ? 0 : (double)windows_before(run, run->num_steps) / run->train->num_windows,
         run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
     if (run->comm.rank == 0) rates_print(f, stdout);
@@ -176,6 +176,7 @@ static void print_step(Run* run, const StepState* s, size_t step, int slot, doub
     log_int(&run->log, "tokens", (long long)s->num_toks);
     log_int(&run->log, "skipped", s->skip == Skip::NONFINITE || s->skip == Skip::SPIKE);
     log_real(&run->log, "host_mib", resident_bytes() / 1048576.0);
+    log_int(&run->log, "page_faults", run->step_page_faults[slot]);
     if (is_fp16()) log_real(&run->log, "loss_scale", s->used_loss_scale);
     remark_step(run, s, slot, remark);
     if (run->comm.rank != 0) return;
@@ -222,33 +223,30 @@ static void print_bar(Run* run, int micro)
 }
 
 // ---------------------------------------------------------------------------------------------------------- a step
-/* The next micro-batch of `loader` to the device, T tokens of each row; returns rows that are not empty. A bench has no
- * loader: what lies there is taken again. */
-static size_t load_batch(Run* run, Loader* loader, size_t count, int T)
+/* The next micro-batch of `loader` to the device by way of the idx-th pinned place, T tokens of each row. Nobody waits:
+ * what was copied from there before must have arrived. A bench has no loader: what lies there is taken again. */
+static void load_batch(Run* run, Loader* loader, size_t idx, int T)
 {
-    int k = (int)(count & 1);
     watch_move(run->comm.watch, "a micro-batch", (size_t)run->B * run->T);
-    size_t bytes = (size_t)run->B * T * sizeof(int);
-    CUDA_CHECK(
-        cudaEventSynchronize(run->batch_copied[k])); // the copy before the last: long done unless the host is far ahead
-    size_t rows = loader != nullptr ? loader_next(loader, run->h_tokens[k], run->h_targets[k]) : (size_t)run->B;
+    size_t bytes = (size_t)run->B * T * sizeof(int), first = idx * run->B * run->T;
+    int *h_tokens = run->h_tokens + first, *h_targets = run->h_targets + first;
+    if (loader != nullptr) loader_next(loader, h_tokens, h_targets);
     OP(run->zero.compute, 0, 2.0 * bytes, run->B, T);
     for (int b = 1; b < run->B && T < run->T; b++)   // the first T of each row, one row behind the other
-        for (int* h : {run->h_tokens[k], run->h_targets[k]})
-            memmove(h + (size_t)b * T, h + (size_t)b * run->T, T * sizeof(int));
-    CUDA_CHECK(cudaMemcpyAsync(run->model.tokens, run->h_tokens[k], bytes, cudaMemcpyHostToDevice, run->zero.compute));
-    CUDA_CHECK(
-        cudaMemcpyAsync(run->model.targets, run->h_targets[k], bytes, cudaMemcpyHostToDevice, run->zero.compute));
-    CUDA_CHECK(cudaEventRecord(run->batch_copied[k], run->zero.compute));
-    return rows;
+        for (int* h : {h_tokens, h_targets}) memmove(h + (size_t)b * T, h + (size_t)b * run->T, T * sizeof(int));
+    CUDA_CHECK(cudaMemcpyAsync(run->model.tokens, h_tokens, bytes, cudaMemcpyHostToDevice, run->zero.compute));
+    CUDA_CHECK(cudaMemcpyAsync(run->model.targets, h_targets, bytes, cudaMemcpyHostToDevice, run->zero.compute));
 }
 
+/* Enqueues a step and waits for nothing: its places of batches are those of the step before the last, which has ended
+ * (finish_step). So at most STEPS_IN_FLIGHT steps are enqueued. */
 static void train_step(Run* run)
 {
     int slot = (int)(run->step % STEPS_IN_FLIGHT);
     profile_step_begin(slot);
     if (run->comm.watch != nullptr) run->comm.watch->step = run->step + 1;
-    size_t asked_before = run->comm.asked_bytes;
+    size_t asked_before = run->comm.asked_bytes, waits_before = comm_host_waits(&run->comm);
+    long faults_before = page_faults();
     zero_step_begin(&run->zero);
     int G = (int)step_micro_steps(run, run->step), T = step_seq_len(run, run->step);
     size_t position = 0;
@@ -262,7 +260,7 @@ static void train_step(Run* run)
     run->model.drops = true;
     for (int micro = 0; micro < G; micro++) {
         phase_micro_begin();
-        load_batch(run, run->train, (size_t)micro, T);
+        load_batch(run, run->train, (size_t)(slot * run->G + micro), T);
         run->model.first_sequence = position + ((size_t)micro * run->comm.num_ranks + run->comm.rank) * run->B;
         model_train_micro(&run->model, run->B, T, dloss, micro, G);
         print_bar(run, micro);
@@ -272,6 +270,8 @@ static void train_step(Run* run)
     zero_step_ask(&run->zero, signals_take());
     zero_step_end(&run->zero, config, optimizer_config(run->flags), slot);
     run->step_asked_bytes += run->comm.asked_bytes - asked_before;
+    run->step_waits += comm_host_waits(&run->comm) - waits_before;
+    run->step_page_faults[slot] = page_faults() - faults_before;
     profile_step_end();
 }
 
@@ -290,7 +290,8 @@ static void finish_step(Run* run, size_t step, const char* hash)
 {
     int slot = (int)((step - 1) % STEPS_IN_FLIGHT);
     double phases_ms[NUM_PHASES];
-    profile_step_wait(slot);
+    profile_step_wait(slot);           // the one wait of training: the next step is enqueued
+    run->result_waits++;
     double took_ms = profile_phases_ms(slot, phases_ms);
     const StepState* s = &run->zero.h_state[slot];
     print_step(run, s, step, slot, took_ms * 1e-3);
@@ -328,7 +329,10 @@ static EvalResult evaluate(Run* run)
     CUDA_CHECK(cudaMemsetAsync(sums, 0, 2 * sizeof(double), z->compute));
     for (size_t i = 0; i < num_batches; i++) {
         if (ask_outside_step(run) == Ask::END) return EvalResult{};
-        load_batch(run, val, i, run->T);
+        cudaEvent_t copied = run->batch_copied[i % 2];
+        CUDA_CHECK(cudaEventSynchronize(copied));                // the copy before the last
+        load_batch(run, val, i % 2, run->T);
+        CUDA_CHECK(cudaEventRecord(copied, z->compute));
         model_eval_micro(&run->model, sums, run->B, run->T);
     }
     comm_all_reduce(&run->comm, sums, 2, ncclFloat64, z->compute);
@@ -371,6 +375,7 @@ static void train(Run* run)
     const Flags* f = run->flags;
     run->on_terminal = on_terminal();
     size_t first = run->step, unread = first + 1;   // first step whose result has not been seen
+    size_t waits_before = comm_host_waits(&run->comm);
     trace_open(run);
     if (run->val_due) evaluate_and_say(run);
     while (run->step < run->num_steps && run->ask != Ask::END) {
@@ -412,6 +417,10 @@ static void train(Run* run)
         SAY("sent    %zu bytes by rank 0, asked for %zu; %zu in steps, %zu a step as planned%s\n",
             comm_sent_so_far(&run->comm), run->comm.asked_bytes, run->step_asked_bytes, wire_bytes_per_step(run),
             run->batch_ramp.steps > 0 ? " at the end of the ramp" : "");
+#ifndef DEVICE_CUDA
+    SAY("waits   of the host: %zu inside steps, %zu for a step's result, %zu others\n", run->step_waits,
+        run->result_waits, comm_host_waits(&run->comm) - waits_before - run->step_waits - run->result_waits);
+#endif
 }
 
 // --------------------------------------------------------------------------------------------------- weights, modes
@@ -440,7 +449,7 @@ static void weights_start(Run* run, const char* folder, bool from_scratch)
     size_t read_bytes;
     snprintf(file, sizeof file, "%s/state.json", folder);
     if (c->hf_text == nullptr || from_scratch) weights_init(run);
-    else if (access(file, R_OK) != 0) weights_load(&run->zero, folder, c->tied);
+    else if (!all_ranks_see(&run->comm, file)) weights_load(&run->zero, folder, c->tied);
     else if (!checkpoint_load(&run->zero, folder, c->tied, nullptr, &read_bytes, why)) die("%s", why);
 }
 
@@ -451,11 +460,11 @@ static void say_sample(Run* run)
     if ((run->comm.rank == 0 || run->setting.stage == 3) && run->tokenizer_path[0]) {
         int num_ids = run->T < 16 ? run->T : 16;   // of the first validation window, which is rank 0's
         loader_seek(run->val, 0);
-        loader_next(run->val, run->h_tokens[0], run->h_targets[0]);
-        if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens[0], num_ids * sizeof(int));
+        loader_next(run->val, run->h_tokens, run->h_targets);
+        if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens, num_ids * sizeof(int));
         SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
         JsonText heard = {};
-        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids, &heard);
+        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens, num_ids, &heard);
         if (heard.text != nullptr) {
             char* valid = text_as_utf8(heard.text, heard.length);
             log_begin(&run->log);
@@ -487,11 +496,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
     if (f->plan || f->auto_) device_measure_memory(&run->device);
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
-    char told[4096];
-    bool resumes = resume_path[0] != 0, began = f->out[0] && path_exists(f->out, "run.json", told);
-    if (f->elastic && resumes) path_exists(resume_path, "state.json", told);
-    if (f->elastic && (resumes || began)) batch_of_run(run, told);
-    else batch_arithmetic(run, run->comm.num_ranks);
+    if (!f->elastic || !batch_of_run(run, resume_path)) batch_arithmetic(run, run->comm.num_ranks);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks, f->fp32_tensors);
     rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false, storage_from_flags(f)};
@@ -523,7 +528,6 @@ static void run_allocate(Run* run)
             fprintf(stderr, "need %.1f MiB, have %.1f MiB. Change\n", need_bytes / 1048576.0, have_bytes / 1048576.0);
             ladder_print(run, stderr, have_bytes);
         }
-        comm_barrier(&run->comm);
     }
     plan_allocate(&run->plan);
     zero_start(&run->zero);
@@ -552,6 +556,7 @@ static void run_free(Run* run)
     token_set_close(&run->train_set);
     token_set_close(&run->val_set);
     free((void*)run->model.config.hf_text);
+    cJSON_Delete(run->products);
     matmul_free();
 }
 
@@ -593,10 +598,12 @@ void RUN_ALL(const Flags* f, Comm* comm)
         ENSURE(run->has_val, "--eval needs validation shards: no val_*.bin in %s; give --val", f->data);
         evaluate_and_say(run);
     } else if (f->bench) {
+        tune(run, resume_path);
         bench(run, ceilings, VERSION, model_name);
     } else {
         signals_begin();
         save_start(run);
+        tune(run, resume_path);
         log_start(run, VERSION, model_name);
         record_start(run, VERSION, VERSION_LINE, model_name);
         tokenizer_keep(run);
@@ -618,6 +625,10 @@ static void refuse_what_is_not_there(const Flags* f)
     if (f->fp32_tensors[0] && strcmp(f->precision, "fp32") == 0)
         die_usage("--fp32-tensors is for -p bf16 and fp16: in fp32 all tensors are; leave it out");
     rates_refuse(f);
+#ifdef DEVICE_CPU
+    if (f->tune)
+        die_usage("--tune chooses among cuBLASLt's algorithms; this build multiplies with its own: leave it out");
+#endif
     bench_refuse(f);
     if (f->given[FLAG_gpu] && !f->plan) die_usage("--gpu goes with --plan; a run takes the GPU that is here");
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
@@ -631,48 +642,78 @@ static void refuse_what_is_not_there(const Flags* f)
         die_usage("--min-lr %g is above the peak --lr %g: lower it", f->min_lr, f->lr);
     int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_] +
                 f->given[FLAG_choices] + f->bench;
+    if (f->tune && modes > f->bench) die_usage("--tune goes with training: leave it out");
     if (modes > 1)
         die_usage("--plan, --bench, --eval, --choices, --generate, --prompts and --export are different modes: give "
                   "one");
 }
 
-/* The precisions that this binary holds: Makefile's PREC, or this one alone. */
-static const struct { const char* name; decltype(run_all_fp32)* run_all; } precisions[] = {
+/* The precisions that this binary holds, Makefile's PREC or this one alone, each for every one of its ISAs. */
+typedef void RunAll(const Flags* f, Comm* comm);
+#define ISA(isa) RunAll run_all_fp32_##isa, run_all_bf16_##isa, run_all_fp16_##isa;
+ISAS
+#undef ISA
+static const struct { const char *name, *isa; RunAll* run_all; } precisions[] = {
 #if !defined(HAVE_FP32) && !defined(HAVE_BF16) && !defined(HAVE_FP16)
-    {FLOATX_NAME, RUN_ALL},
+    {FLOATX_NAME, "native", RUN_ALL},
 #endif
 #ifdef HAVE_FP32
-    {"fp32", run_all_fp32},
+#define ISA(isa) {"fp32", #isa, run_all_fp32_##isa},
+    ISAS
+#undef ISA
 #endif
 #ifdef HAVE_BF16
-    {"bf16", run_all_bf16},
+#define ISA(isa) {"bf16", #isa, run_all_bf16_##isa},
+    ISAS
+#undef ISA
 #endif
 #ifdef HAVE_FP16
-    {"fp16", run_all_fp16},
+#define ISA(isa) {"fp16", #isa, run_all_fp16_##isa},
+    ISAS
+#undef ISA
 #endif
 };
 
-static const char* precisions_have(char (&have)[32])
+/* The names of precisions, or of the instruction sets of one. */
+static const char* precisions_have(char (&have)[64], const char* isas_of = nullptr)
 {
     have[0] = 0;
-    for (const auto& p : precisions)
-        snprintf(have + strlen(have), sizeof have - strlen(have), "%s%s", have[0] ? " " : "", p.name);
+    const char* last = "";
+    for (const auto& p : precisions) {
+        const char* word = isas_of != nullptr ? p.isa : p.name;
+        if (isas_of != nullptr ? strcmp(p.name, isas_of) != 0 : strcmp(word, last) == 0) continue;
+        snprintf(have + strlen(have), sizeof have - strlen(have), "%s%s", have[0] ? " " : "", word);
+        last = word;
+    }
     return have;
 }
 
-static decltype(run_all_fp32)* precision_find(const char* name)
+/* Its first row that this machine can run, or the one that TRAIN_GPT_ISA names. */
+static RunAll* precision_find(const char* name)
 {
-    char have[32];
-    for (const auto& p : precisions) if (strcmp(p.name, name) == 0) return p.run_all;
-    die_usage("-p %s is not in this binary, have %s: build it in with make PREC='%s'", name, precisions_have(have),
-              name);
+    char have[64];
+    bool found = false;
+    const char* asked = getenv("TRAIN_GPT_ISA");
+    for (const auto& p : precisions) {
+        if (strcmp(p.name, name) != 0) continue;
+        found = true;
+        if ((asked == nullptr || strcmp(p.isa, asked) == 0) && isa_runs(p.isa)) return p.run_all;
+    }
+    if (!found)
+        die_usage("-p %s is not in this binary, have %s: build it in with make PREC='%s'", name, precisions_have(have),
+                  name);
+    if (asked != nullptr)
+        die_usage("TRAIN_GPT_ISA is %s: this binary has %s in %s, of which this machine must be able to run it", asked,
+                  precisions_have(have, name), name);
+    die_usage("this machine runs none of the instruction sets of this binary, %s: build it here with make",
+              precisions_have(have, name));
 }
 
 int main(int argc, char** argv)
 {
     Flags flags;
     Comm comm;
-    char have[32];
+    char have[64];
     die_rank = comm_launcher_rank();
     flags_parse(&flags, argc, argv);
     cJSON* repeated = repeat_flags(&flags);

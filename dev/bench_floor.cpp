@@ -1,15 +1,15 @@
-/* bench_floor.cpp: how fast could this machine at best train one step of a GPT-2? A CPU run is judged against it.
- *   bench_floor                  prints the two speeds of the machine
- *   bench_floor L C NH T B V     and the floor of a step: layers, channels, heads, context, sequences, vocabulary
+/* bench_floor.cpp: how fast could this machine at best train one step? A CPU run is judged against it.
+ *   bench_floor                          prints the two speeds of the machine
+ *   bench_floor FAMILY L C F V B T       and the floor of a step of a GPT-2 (tied head) or LLaMA (untied, as many heads
+ *                                        of keys as of queries): layers, channels, MLP width, vocabulary, sequences,
+ *                                        tokens of each
  *
  *   floor = (matrix + attention flops) / FMA peak  +  optimizer bytes / triad speed
- *     matrix     6 * B*T * (12*L*C^2 + V*C)   a matrix weight is used three times (forward, gradient of the input,
- *                                             gradient of the weight), 2 flops a token each; the MLP is 4*C wide
+ *     matrix     6 * B*T * (L * (4*C^2 + M*C*F) + V*C)   M: 2 matrices of an MLP, 3 of a gated one. A matrix weight is
+ *                                used three times (forward, gradient of the input, of the weight), 2 flops a token each
  *     attention  7 * B*T * L * C * (T+1)      2 products forward and 5 backward, 2 flops, over the causal half of T x T
- *     optimizer  28 * parameters              AdamW reads weight, gradient, m, v and writes weight, m, v in fp32;
- *                                             parameters = 12*L*C^2 + 13*L*C + (V + T + 2)*C
- * It leaves out norms, GELU, softmax, cross-entropy and all activations in memory, and lets nothing overlap. NH does
- * not change it.
+ *     optimizer  28 * parameters              AdamW reads weight, gradient, m, v and writes weight, m, v in fp32
+ * It leaves out norms, activations, softmax, cross-entropy and all activations in memory, and lets nothing overlap.
  *
  * FMA peak: every thread runs chains of independent fused multiply-adds in registers; their best speeds are added up.
  * Triad: b = a*s + b over arrays far larger than the caches, two reads and a write, which is the optimizer's pattern
@@ -19,6 +19,7 @@
  * g++ -std=c++17 -O3 -march=native -ffp-contract=fast -fopenmp dev/bench_floor.cpp -o bench_floor */
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <ctime>
 #include <omp.h>
 #include <sys/mman.h>
@@ -102,8 +103,9 @@ static double triad_gbps(int num_threads)
 
 int main(int argc, char** argv)
 {
-    if (argc != 1 && argc != 7) {
-        fprintf(stderr, "usage: bench_floor [L C NH T B V]\n");
+    const bool gated = argc > 1 && strcmp(argv[1], "llama") == 0;
+    if (argc != 1 && (argc != 8 || (!gated && strcmp(argv[1], "gpt2") != 0))) {
+        fprintf(stderr, "usage: bench_floor [gpt2|llama L C F V B T]\n");
         return 2;
     }
     const int num_threads = omp_get_max_threads();
@@ -114,9 +116,11 @@ int main(int argc, char** argv)
         printf("fma_gflops %.2f triad_gbps %.2f\n", gflops, gbps);
         return 0;
     }
-    const double L = atof(argv[1]), C = atof(argv[2]), T = atof(argv[4]), B = atof(argv[5]), V = atof(argv[6]);
-    const double matrix_flops = 6 * B * T * (12 * L * C * C + V * C), attention_flops = 7 * B * T * L * C * (T + 1);
-    const double num_params = 12 * L * C * C + 13 * L * C + (V + T + 2) * C, optimizer_bytes = 28 * num_params;
+    const double L = atof(argv[2]), C = atof(argv[3]), F = atof(argv[4]), V = atof(argv[5]);
+    const double B = atof(argv[6]), T = atof(argv[7]), block = 4 * C * C + (gated ? 3 : 2) * C * F;
+    const double matrix_flops = 6 * B * T * (L * block + V * C), attention_flops = 7 * B * T * L * C * (T + 1);
+    const double vectors = gated ? (2 * L + 1) * C : L * (9 * C + F) + 2 * C;      // norms and biases
+    const double num_params = L * block + vectors + (gated ? 2 * V : V + T) * C, optimizer_bytes = 28 * num_params;
     const double matrix_ms = matrix_flops / gflops * 1e-6, attention_ms = attention_flops / gflops * 1e-6;
     const double optimizer_ms = optimizer_bytes / gbps * 1e-6, floor_ms = matrix_ms + attention_ms + optimizer_ms;
     printf("matrix products %8.1f GFLOP %9.1f ms\n", matrix_flops * 1e-9, matrix_ms);

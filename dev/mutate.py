@@ -12,7 +12,7 @@ and the environment says which one is on. First every test runs with none, which
 mutations it comes by; then each mutation meets the tests that come by it, the shortest first, until one fails. Tests
 are the rows of the op tests' tables, and what train_gpt does with a tiny model in the layouts of TESTS, which must give
 the losses, state hashes and files of the program as it is; in the checked emulator first, then in the plain one under
-several seeds.
+several seeds. A test that takes too long proves nothing: that alone is UNSURE, and counts as a failure.
 Not mutated: SPARED, with the reason."""
 import argparse
 import concurrent.futures
@@ -57,7 +57,8 @@ SWAPS = [
     (r"__syncthreads_(?:or|and|count)\((\w+)\)", r"(\1)", "barrier: no vote, no wait"),
     (r"cp_async_wait<(\w+)>\(\)", r"cp_async_wait<\1 + 1>()", "cp.async wait: for one group fewer"),
     (r"stream_wait\(([^,()]+), ([^,()]+), ", r"stream_wait(\2, \1, ", "stream wait: the other way round"),
-    (r"cudaStreamWaitEvent\(([^,]+)->compute, ", r"cudaStreamWaitEvent(\1->reduce, ", "stream wait: wrong stream"),
+    (r"cudaStreamWaitEvent\(z->compute, ", r"cudaStreamWaitEvent(z->reduce, ", "stream wait: wrong stream"),
+    (r"cudaStreamWaitEvent\(o->compute, ", r"cudaStreamWaitEvent(o->d2h, ", "stream wait: wrong stream"),
     (r"cudaEventRecord\(([^;]+), ([\w.>-]+)(?:\.|->)reduce\)", r"cudaEventRecord(\1, \2->compute)",
      "event record: wrong stream"),
 ]
@@ -65,7 +66,8 @@ SWAPS = [
 LATE = (r"(__sync(?:threads|warp)\(\);)(\s+)(?=\S)(?!#|(?:for|if|else|while|return|break|continue)\b|"
         r"\w+ \w+\[[^\]]*\];)([^;{}#]*[\[(][^;{}]*;)")
 PAGEABLE = "after a copy to pageable memory, which is complete when the call returns"
-# "file: what is mutated", or with the kind "file: what is mutated: kind" -> why nothing can show it.
+# "file: what is mutated", or with the kind "file: what is mutated: kind", or also the place in the file where it stands
+# more than once -> why nothing can show it.
 SPARED = {
     "zero/stages.h: CUDA_CHECK(cudaEventRecord(z->grad_ring_free[k], z->reduce));: event record: wrong stream":
         "at start-up: no stream has been given anything yet, so on any of them the event is complete at once",
@@ -77,13 +79,17 @@ SPARED = {
     "train_gpt.cu: CUDA_CHECK(cudaStreamSynchronize(z->compute));": PAGEABLE,
     "choices.cuh: CUDA_CHECK(cudaStreamSynchronize(stream));": PAGEABLE,
     "choices.cuh: CUDA_CHECK(cudaStreamSynchronize(m->zero->compute));": PAGEABLE,
+    "train_gpt.cu: comm_barrier_idle(&run->comm);: collective removed, place 2":
+        "ranks that have no part in a text would wait for its end in MPI_Finalize: the same, but spinning",
 }
 
 
 class Mutation:
-    def __init__(self, number, file, line, kind, before):
+    def __init__(self, number, file, line, kind, before, place):
         self.number, self.file, self.line, self.kind, self.before = number, file, line, kind, before
-        self.spared = SPARED.get(f"{file}: {before}: {kind}", SPARED.get(f"{file}: {before}"))
+        whole = f"{file}: {before}: {kind}"
+        self.spared = next((SPARED[key] for key in (f"{whole}, place {place}", whole, f"{file}: {before}")
+                            if key in SPARED), None)
 
     def __str__(self):
         return f"{self.file}:{self.line}: {self.kind}: {self.before}"
@@ -109,7 +115,8 @@ def mutate(path, found):
 
     def mutation(match, kind):
         before = " ".join(text[match.start():match.end()].split())
-        found.append(Mutation(len(found) + 1, name, code.count("\n", 0, match.start()) + 1, kind, before))
+        place = 1 + sum((m.file, m.before, m.kind) == (name, before, kind) for m in found)
+        found.append(Mutation(len(found) + 1, name, code.count("\n", 0, match.start()) + 1, kind, before, place))
         return f"mutant({found[-1].number})"
 
     def matches(pattern):
@@ -137,7 +144,6 @@ def mutate(path, found):
         match, statement = site["match"], text[start:site["end"]]
         off = [mutation(match, site["kind"] + " removed")]
         if site["kind"] == "collective":
-            found[-1].kind = "collective removed"
             off.append(mutation(match, "collective: one rank stays away") + " && mutant_rank()")
         one_line = " ".join(statement.split("\n"))
         swaps = "".join(f"if ({mutation(match, kind)}) {' '.join(swap.split())} else "
@@ -186,7 +192,6 @@ OPS_CU = r"""
 /* One row of the tables after another: without arguments each with its time and the mutations it comes by, with a list
  * of numbers until one fails. */
 #define OP_TESTS
-#include "kernels/optest.h"
 INCLUDES
 static OpTotals totals;
 static void row_run(const OpTest* test, int row, int argc, char** argv)
@@ -213,10 +218,6 @@ TABLES
 """
 
 
-def op_files():
-    return [f.stem for f in sorted((ROOT / "kernels").glob("*.cuh")) if f"OpTest {f.stem}_tests[]" in f.read_text()]
-
-
 def write_tree():
     """The copy of the tree, with every mutation."""
     shutil.rmtree(WORK, ignore_errors=True)
@@ -232,9 +233,10 @@ def write_tree():
     (TREE / "mutant.h").write_text(MUTANT_H)
     runtime = TREE / "kernels/cpu/runtime.cpp"
     runtime.write_text(runtime.read_text() + MUTANT_CPP)
-    includes = "".join(f'#include "kernels/{op}.cuh"\n' for op in op_files())
-    tables = "".join(f"    for (const OpTest& test : {op}_tests) row_run(&test, row++, argc, argv);\n"
-                     for op in op_files())
+    op_tests = (ROOT / "test/test_ops.cu").read_text()
+    includes = "\n".join(re.findall(r'^#include "(?!test_emu).*$', op_tests, re.M))
+    tables = "\n".join(f"    for (const OpTest& test : {table}) row_run(&test, row++, argc, argv);"
+                       for table in re.findall(r"op_table\((\w+),", op_tests))
     (TREE / "test/test_ops.cu").write_text(OPS_CU.replace("INCLUDES", includes).replace("TABLES", tables))
     return found
 
@@ -254,7 +256,7 @@ def build():
 def run(command, folder, limit_s, **env):
     """Exit code and output; 124 when it took longer than limit_s, and all of its processes are gone."""
     env = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", OMP_NUM_THREADS="1",
-               OPENBLAS_NUM_THREADS="1", OMPI_MCA_mpi_yield_when_idle="1", EMU_HANG_S="10", TMPDIR=str(folder),
+               OPENBLAS_NUM_THREADS="1", OMPI_MCA_mpi_yield_when_idle="1", TMPDIR=str(folder),
                OMPI_MCA_rmaps_base_oversubscribe="1", OMPI_MCA_btl_vader_single_copy_mechanism="none",
                **{k: str(v) for k, v in env.items()})
     with open(folder / "output", "w+", errors="replace") as output:
@@ -274,9 +276,12 @@ def run(command, folder, limit_s, **env):
         return code, output.read()
 
 
+HANGS = "it hangs"              # which a machine that has much to do may look like: no proof
+
+
 def complaint(code, output):
-    if code == 124:
-        return "it hangs"
+    if code == 124 or "waits longer than --timeout" in output:
+        return HANGS
     for line in output.splitlines():
         if line.startswith(("train_gpt:", "FAIL")) or "An error occurred" in line:
             return line[:140]
@@ -334,25 +339,34 @@ def prepare_data():
     (WORK / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
     shard_write(WORK / "data" / "train_000000.bin", 3000, 97, 3)
     shard_write(WORK / "data" / "val_000000.bin", 200, 97, 4)
+    config = dict(config, n_embd=128)        # 3 MB of weights, twice that of moments
+    (WORK / "wide").mkdir(parents=True, exist_ok=True)
+    (WORK / "wide" / "config.json").write_text(json.dumps(config))
     lines = [{"ctx": "abc", "endings": ["de", "xyz"], "label": 0}, {"ctx": "Q", "endings": ["1", "2"], "label": 1}]
     (WORK / "choices.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [{"ctx": "abcdef", "endings": ["ghijk"] * 32, "label": 0}, lines[1]] * 50    # all the work is rank 0's
+    (WORK / "uneven.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     lines = [{"ids": [1, 6, 31]}, {"ids": [2]}, {"ids": [3, 16], "temperature": 1.0}]
     (WORK / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-TRAIN = ["-m", WORK / "model", "--from-scratch", "-d", WORK / "data", "-t", 16, "--hash-every", 1,
-         "--timeout", 20, "-o", "run"]
-RESUME = [*TRAIN[:2], *TRAIN[3:], "--resume", "auto"]
+FLAGS = ["--from-scratch", "-d", WORK / "data", "-t", 16, "-o", "run"]
+TRAIN = ["-m", WORK / "model", *FLAGS, "--timeout", 20, "--hash-every", 1]
+RESUME = [flag for flag in TRAIN if flag != "--from-scratch"] + ["--resume", "auto"]
 QUIET = ["--sample-tokens", 0]
 ASK = ["-m", "run/step_00000002", "--timeout", 20]
+SHORT = ["--timeout", 1.5]
 
 
 class Programs:
-    """train_gpt with one list of flags after another, in an empty folder; `refused`: what the last must end with."""
+    """train_gpt with one list of flags after another, in an empty folder. refused: what the last must end with; other:
+    more flags of the ranks but the first, limited: they may write no file of more than 4 MB; timed: it shows that a
+    rank that waits for work is not ended by --timeout."""
 
-    def __init__(self, name, precision, ranks, *runs, refused=None):
+    def __init__(self, name, precision, ranks, *runs, refused=None, other=(), limited=False, timed=False, **env):
         self.name, self.precision, self.ranks, self.runs = f"{name}, {precision}", precision, ranks, runs
-        self.refused = refused
+        self.refused, self.other, self.timed, self.env = refused, other, timed, env
+        self.wrapper = ["bash", "-c", 'ulimit -f 4500; exec "$@"', "_"] if limited else []
         self.took_s, self.seen, self.wanted = None, set(), None
 
     def attempt(self, checked, seed, folder, limit_s, **env):
@@ -361,9 +375,11 @@ class Programs:
         shutil.rmtree(folder / "run", ignore_errors=True)
         output, results = "", []
         for flags in self.runs:
-            command = [*(["mpirun", "-np", self.ranks] if self.ranks > 1 else []), program, *flags,
-                       "-p", self.precision]
-            code, output = run(command, folder, limit_s, EMU_SEED=seed, **env)
+            command = [program, *flags, "-p", self.precision]
+            if self.ranks > 1:
+                others = [*self.wrapper, *command, *self.other]
+                command = ["mpirun", "-np", 1, *command, ":", "-np", self.ranks - 1, *others]
+            code, output = run(command, folder, limit_s, EMU_SEED=seed, **self.env, **env)
             if code == 1 and self.refused and flags is self.runs[-1]:
                 return 0, output, re.findall(self.refused, output)[:1]
             if code != 0:
@@ -371,7 +387,9 @@ class Programs:
             results += [re.sub(r',"first_token_ms.*', "", line) for line in output.splitlines()
                         if re.match(r'val |\{"index|choices |sent ', line)]
         for path in sorted((folder / "run").rglob("*")):
-            if path.suffix in (".safetensors", ".json") and path.name != "run.json":    # which holds the time
+            if path.name == "run.json":      # which holds the time
+                results.append(json.loads(path.read_text())["ranks"])
+            elif path.suffix in (".safetensors", ".json"):
                 results.append([str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()])
             if path.suffix == ".jsonl":
                 for line in path.read_text().splitlines():
@@ -395,10 +413,10 @@ class Programs:
 
     def notices(self, number, checked, seed, folder):
         env = {"EMU_SLOW_RANK": seed % 2} if checked and self.ranks > 1 else {}
-        for _ in range(2):                   # a hang must show twice: once may be a machine that has much to do
-            code, output, results = self.attempt(checked, seed, folder, 30 + 5 * self.took_s, MUTANT=number, **env)
-            if code != 124 and "waits longer than --timeout" not in output:
-                break
+        code, output, results = self.attempt(checked, seed, folder, 30 + 5 * self.took_s, MUTANT=number, **env)
+        if code != 0 and self.timed and "waits longer than --timeout" in output:
+            code, _, results = self.attempt(checked, seed, folder, 30 + 5 * self.took_s, **env)
+            return "a rank without work is ended" if code == 0 and results == self.wanted else HANGS
         if code != 0:
             return complaint(code, output)
         return "other numbers" if results != self.wanted else None
@@ -411,12 +429,24 @@ TESTS = [
               "activations"]),
     Programs("stage 0", "fp32", 2, [*TRAIN, "-z", 0, "-b", 1, "-g", 2, "-n", 2, *QUIET]),
     Programs("stage 0, in order", "fp32", 2, [*TRAIN, "-z", 0, "-b", 1, "-n", 2, "--deterministic", *QUIET]),
+    Programs("flags that differ", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-n", 1, *QUIET], other=["-s", 5],
+             refused=r"rank 1 differs from rank 0 in the flags"),
+    Programs("a flipped bit", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 3, "--check-replicas", 1, *QUIET],
+             refused=r"after step 2 rank 1 holds other parameters", TRAIN_GPT_CORRUPT_GATHER="1:15"),
+    Programs("no room for one rank", "fp32", 2, ["-m", WORK / "wide", *FLAGS, "-z", 1, "-b", 1, "-n", 1, *QUIET],
+             refused=r"is not saved: .*?;", limited=True),
+    Programs("a long text", "fp32", 2, ["-m", WORK / "model", *FLAGS, *SHORT, "-z", 1, "-b", 1, "-n", 1,
+                                        "--sample-tokens", 3000], timed=True),
+    Programs("long choices", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-n", 2, *QUIET],
+             [*ASK[:2], *SHORT, "--choices", WORK / "uneven.jsonl", "-b", 2], timed=True),
     Programs("stage 1", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-g", 2, "-n", 2, "--check-replicas", 1, *QUIET]),
     Programs("not finite", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-n", 25, "-l", 1000, "--weight-decay", 100,
              "--warmup", 0, *QUIET],
              refused=r"the first tensor with an Inf or NaN.*? is [\w.]+"),
     Programs("stage 2", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-g", 2, "-n", 3, "--eval-every", 2, *QUIET]),
     Programs("stage 3", "fp32", 2, [*TRAIN, "-z", 3, "-b", 1, "-g", 2, "-n", 3, "--reduce-bucket", 1, *QUIET]),
+    Programs("stage 2, no hash", "fp32", 2, ["-m", WORK / "model", *FLAGS, "-z", 2, "-b", 1, "-g", 2, "-n", 4, *QUIET]),
+    Programs("stage 3, no hash", "fp32", 2, ["-m", WORK / "model", *FLAGS, "-z", 3, "-b", 1, "-g", 2, "-n", 4, *QUIET]),
     Programs("stage 3, in order", "fp32", 2, [*TRAIN, "-z", 3, "-b", 1, "-n", 2, "-r", 2, "--deterministic", *QUIET]),
     Programs("stage 2, resumed", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 2, "--save-every", 1, *QUIET],
              [*RESUME, "-z", 2, "-b", 1, "-n", 4, *QUIET]),
@@ -435,16 +465,21 @@ TESTS = [
 
 
 def try_mutation(mutation, folder):
-    """What noticed it, or None."""
+    """What became of it, and why."""
     tests = sorted((test.seconds(mutation.number), i) for i, test in enumerate(TESTS)
                    if test.seconds(mutation.number) is not None)
+    hung = None
     for checked, seeds in ((True, CHECKED_SEEDS), (False, PLAIN_SEEDS)):
         for _, i in tests:
             for seed in seeds:
                 said = TESTS[i].notices(mutation.number, checked, seed, folder)
+                where = f"{TESTS[i].name}, {'checked' if checked else 'plain'}, seed {seed}: {said}"
+                if said == HANGS:
+                    hung = where
+                    break
                 if said is not None:
-                    return f"{TESTS[i].name}, {'checked' if checked else 'plain'}, seed {seed}: {said}"
-    return None if tests else ""
+                    return "noticed", where
+    return ("UNSURE", hung) if hung else ("SURVIVES", "no test fails" if tests else "no test comes by it")
 
 
 def main():
@@ -483,11 +518,9 @@ def main():
 
     def attempt(mutation):
         began = time.time()
-        noticed = try_mutation(mutation, folder())
-        what = "SURVIVES" if not noticed else "noticed "
-        why = noticed or ("no test comes by it" if noticed == "" else "no test fails")
-        say(f"{what} {time.time() - began:5.1f} s  {mutation}\n                    {why}")
-        return bool(noticed)
+        what, why = try_mutation(mutation, folder())
+        say(f"{what:8} {time.time() - began:5.1f} s  {mutation}\n                    {why}")
+        return what
 
     chosen = [m for m in write_tree() if re.search(options.only, str(m))]
     spared, chosen = [m for m in chosen if m.spared], [m for m in chosen if not m.spared]
@@ -498,15 +531,16 @@ def main():
         passing = list(pool.map(measure, TESTS))
         TESTS[:] = [test for test, passes in zip(TESTS, passing) if passes]
         say(f"{len(TESTS)} of {len(passing)} tests pass without a mutation; {time.time() - start:.0f} s")
-        noticed = list(pool.map(attempt, chosen))
+        outcomes = list(pool.map(attempt, chosen))
     for mutation in spared:
         say(f"spared: {mutation}: {mutation.spared}")
-    for mutation, was_noticed in zip(chosen, noticed):
-        if not was_noticed:
-            say(f"survivor: {mutation}")
-    say(f"{sum(noticed)} of {len(chosen)} mutations noticed, {len(spared)} spared, {time.time() - start:.0f} s")
-    say(f"{sum(noticed)} passed, {len(chosen) - sum(noticed)} failed")
-    return not (all(noticed) and all(passing))
+    for mutation, outcome in zip(chosen, outcomes):
+        if outcome != "noticed":
+            say(f"{outcome}: {mutation}")
+    num_noticed = outcomes.count("noticed")
+    say(f"{num_noticed} of {len(chosen)} mutations noticed, {len(spared)} spared, {time.time() - start:.0f} s")
+    say(f"{num_noticed} passed, {len(chosen) - num_noticed} failed")
+    return num_noticed < len(chosen) or not all(passing)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@
  * needs   1 <= V <= VP, VP % 64 == 0, targets < V
  * exact   fixed reduction order: same bits on every run and for any number of CPU threads. Sums over V run in fp32 over
  *         short stretches and in double across them, so a loss over 50257 columns is good to the last bit or two.
- * cost    forward rows*VP*s bytes, with backward 2*rows*VP*s: a row stays in the cache between its visits
+ * cost    forward rows*VP*s bytes, with backward 2*rows*VP*s as a row stays in the cache, in pieces 3*rows*VP*s
  * source  in-place gradient as in llm.c; the running maximum is Milakov & Gimelshein 2018, arXiv:1805.02867 */
 #pragma once
 #include <cfloat>

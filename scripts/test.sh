@@ -68,6 +68,16 @@ run_programs() {
     done
 }
 
+# The CPU build for other instruction sets than this machine's best.
+run_isas() {
+    local isa
+    run portable-build make DEVICE=cpu ISA="avx512 avx2 sse2" PREC=fp32 BUILD=build/portable build/portable/train_gpt
+    for isa in avx2 sse2; do
+        run "$isa-build" make DEVICE=cpu ISA=$isa PREC=fp32 BUILD=build/$isa build/$isa/test_ops.fp32 &&
+            run "cpu-test_ops.fp32-$isa" build/$isa/test_ops.fp32
+    done
+}
+
 # What falls back if cuBLASLt refuses an epilogue.
 run_unfused() {
     local program name
@@ -118,6 +128,7 @@ for device in "${devices[@]}"; do
     fi
     run "$device-build" make DEVICE="$device" all tests || continue
     [ "$device" = cpu ] && run sanitize-build make DEVICE=cpu SANITIZE=1 PREC=fp32 build/sanitize/train_gpt
+    [ "$device" = cpu ] && run_isas
     run_programs "$device"
     [ "$device" = emu ] && run_unfused
     export "TRAIN_GPT_${device^^}=build/$device/train_gpt"

@@ -49,7 +49,7 @@ static void traffic_check(TrafficRun* run, const char* name, double cost_bytes)
     const double whole = sectors > 0 ? (double)ideal_sectors / (double)sectors : 1;
     const double conflicts = total.ideal_wavefronts > 0 ? (double)total.wavefronts / (double)total.ideal_wavefronts : 1;
     const bool ok = moved <= MOST_MOVED && whole >= LEAST_SECTORS && conflicts <= MOST_CONFLICTS;
-    printf("%s traffic %-24s moved %5.3f x cost, sectors %5.1f %% whole, conflicts %5.3f x, %.3f of the asked\n",
+    printf("%s traffic %-27s moved %5.3f x cost, sectors %5.1f %% whole, conflicts %5.3f x, %.3f of the asked\n",
            ok ? "ok" : "FAIL", name, moved, 100 * whole, conflicts,
            (double)moved_bytes / (double)(total.read_bytes + total.write_bytes));
     if (ok) run->num_passed++;
@@ -153,12 +153,20 @@ static void traffic_elementwise(TrafficRun* run)
     floatX* dout = traffic_tensor<floatX>(run, TRAFFIC_NC);
     TRAFFIC(run, "gelu_backward", 3 * TRAFFIC_NC * TRAFFIC_S,
             gelu_backward(out, dout, inp, TRAFFIC_NC, Gelu::TANH, nullptr));
+    out = traffic_tensor<floatX>(run, TRAFFIC_NC);
+    inp = traffic_tensor<floatX>(run, TRAFFIC_NC);
+    TRAFFIC(run, "dropout", 2 * TRAFFIC_NC * TRAFFIC_S,
+            dropout(out, inp, 8, TRAFFIC_NC / 8, dropout_site(1, 0, 0, 0, 0.1), nullptr));
     float *sum = traffic_tensor<float>(run, TRAFFIC_NC), *term = traffic_tensor<float>(run, TRAFFIC_NC);
     TRAFFIC(run, "values_add", 12 * TRAFFIC_NC, values_add(values_of(sum), values_of(term), TRAFFIC_NC, nullptr));
     floatX* narrow = traffic_tensor<floatX>(run, TRAFFIC_NC);
     float* wide = traffic_tensor<float>(run, TRAFFIC_NC);
     TRAFFIC(run, "values_convert", (4 + TRAFFIC_S) * TRAFFIC_NC,
             values_convert(Values{narrow, FLOATX_DTYPE, nullptr}, values_of(wide), TRAFFIC_NC, nullptr));
+    sum = traffic_tensor<float>(run, TRAFFIC_NC);
+    const Values pieces = {traffic_tensor<floatX>(run, 3 * TRAFFIC_NC), FLOATX_DTYPE, nullptr};
+    TRAFFIC(run, "values_sum", (8 + 3 * TRAFFIC_S) * TRAFFIC_NC,
+            values_sum(values_of(sum), pieces, 3, TRAFFIC_NC, true, nullptr));
     double* sums = traffic_tensor<double>(run, NUM_STEP_SUMS, Reuse::SMALL);
     float* losses = traffic_tensor<float>(run, 4096);
     int* targets = traffic_tensor<int>(run, 4096);
@@ -176,82 +184,152 @@ static void traffic_elementwise(TrafficRun* run)
 static void traffic_classifier(TrafficRun* run)
 {
     const int rows = 64, VP = 2048, V = 2000;
-    for (bool backward : {false, true}) {
+    const size_t logits_bytes = (size_t)rows * VP * TRAFFIC_S;
+    const LogitsPiece piece = {0, V, VP, true};
+    for (int which = 0; which < 4; which++) {
         floatX* logits = traffic_tensor<floatX>(run, (size_t)rows * VP);
-        float* losses = traffic_tensor<float>(run, rows);
+        float *losses = traffic_tensor<float>(run, rows), *maxima = traffic_tensor<float>(run, rows);
+        double* sums = traffic_tensor<double>(run, rows);
         int* targets = traffic_tensor<int>(run, rows);
-        TRAFFIC(run, backward ? "classifier, gradient" : "classifier, loss",
-                (backward ? 2 : 1) * (size_t)rows * VP * TRAFFIC_S,
-                classifier(logits, losses, targets, rows, V, VP, 1.0f, nullptr, backward, nullptr));
+        if (which < 2)
+            TRAFFIC(run, which == 0 ? "classifier, loss" : "classifier, gradient", (which + 1) * logits_bytes,
+                    classifier(logits, losses, targets, rows, V, VP, 1.0f, nullptr, which > 0, nullptr));
+        if (which == 2)
+            TRAFFIC(run, "classifier, piece, loss", logits_bytes,
+                    classifier_piece_forward(logits, losses, maxima, sums, targets, rows, piece, nullptr));
+        if (which == 3)
+            TRAFFIC(run, "classifier, piece, gradient", 2 * logits_bytes,
+                    classifier_piece_backward(logits, maxima, sums, targets, rows, piece, 1.0f, nullptr, nullptr));
     }
 }
 
-/* With the storage of this precision's default, and with everything in 16 bits that can be. */
-static void traffic_adamw(TrafficRun* run)
+/* Where cuBLASLt has no epilogue for it. */
+static void traffic_bias(TrafficRun* run)
+{
+    const int N = TRAFFIC_N, OC = TRAFFIC_C;
+    floatX *out = traffic_tensor<floatX>(run, TRAFFIC_NC), *bias = traffic_tensor<floatX>(run, OC, Reuse::SMALL);
+    TRAFFIC(run, "bias", 2 * TRAFFIC_NC * TRAFFIC_S, LAUNCH(matmul_bias_kernel, N, 256, 0, nullptr, out, bias, OC));
+    floatX* dout = traffic_tensor<floatX>(run, TRAFFIC_NC);
+    float* parts = traffic_tensor<float>(run, 4 * OC, Reuse::SMALL);
+    TRAFFIC(run, "bias, gradient", TRAFFIC_NC * TRAFFIC_S,
+            LAUNCH(matmul_backward_bias_parts_kernel, dim3(OC / 32, 4), 256, 0, nullptr, parts, dout, N, OC));
+}
+
+/* What a pass of an optimizer moves of each element: the weight there and back, a state and a gradient this often. */
+template <Rule rule> static void traffic_rule(TrafficRun* run, const char* name, bool weight, int states, int grads)
 {
     const bool is_16bit = sizeof(floatX) < 4, is_bf16 = FLOATX_DTYPE == Dtype::BF16;
     const size_t n = TRAFFIC_NC;
-    const OptimizerConfig config = optimizer_test_config(1e-8f);
     OptimizerRuns runs = {};
-    runs_extend(&runs, n, 0.1f, 1.0f);
-    for (bool small : {false, true}) {
+    runs_extend(&runs, n, 0.1f, 1.0f, 0);
+    for (const char* storage : {"", ", small", ", split"}) {       // default, all in 16 bits that can be, split master
+        const bool small = strcmp(storage, ", small") == 0, split = strcmp(storage, ", split") == 0;
+        if (split && !is_bf16) continue;
+        const Dtype dtype = small ? Dtype::BF16 : Dtype::FP32, grad_dtype = small ? FLOATX_DTYPE : Dtype::FP32;
         floatX* param = traffic_tensor<floatX>(run, n);
-        const Dtype dtype = small ? Dtype::BF16 : Dtype::FP32;
-        Values m = {traffic_tensor<float>(run, n), dtype, nullptr}, v = {traffic_tensor<float>(run, n), dtype, nullptr};
-        Values master = {param, FLOATX_DTYPE, nullptr}, grad = {traffic_tensor<float>(run, n), Dtype::FP32, nullptr};
-        if (is_16bit && !(small && is_bf16)) master = Values{traffic_tensor<float>(run, n), Dtype::FP32, nullptr};
-        if (small) grad = Values{traffic_tensor<floatX>(run, n), FLOATX_DTYPE, nullptr};
+        Values master = {param, split ? Dtype::SPLIT : FLOATX_DTYPE, nullptr};
+        if (split) master.low = traffic_tensor<unsigned short>(run, n);
+        else if (is_16bit && !(small && is_bf16)) master = values_of(traffic_tensor<float>(run, n));
+        const Values m = {traffic_tensor<float>(run, n), dtype, nullptr};
+        const Values v = {traffic_tensor<float>(run, n), dtype, nullptr};
+        const Values grad = {traffic_tensor<float>(run, n), grad_dtype, nullptr};
+        double* sums = traffic_tensor<double>(run, 2, Reuse::SMALL);
         StepState* state = traffic_tensor<StepState>(run, 1, Reuse::SMALL);
-        const size_t weight = !is_16bit ? 8 : small && is_bf16 ? 4 : 10, rest = 4 * dtype_bytes(dtype);
-        TRAFFIC(run, small ? "adamw_update, small storage" : "adamw_update",
-                (weight + rest + dtype_bytes(grad.dtype)) * n,
-                optimizer_update<Rule::ADAMW>(OptimizerArrays{param, master, m, v, grad}, &runs, config, nullptr, state,
-                                              nullptr));
+        const bool has_master = master.at != (void*)param;
+        size_t elem_bytes = states * dtype_bytes(dtype) + grads * dtype_bytes(grad_dtype);
+        if (weight) elem_bytes += has_master ? 8 + TRAFFIC_S : small && is_bf16 ? 4 : 8;
+        char title[64];
+        snprintf(title, sizeof title, "%s%s", name, storage);
+        TRAFFIC(run, title, elem_bytes * n,
+                optimizer_update<rule>({param, master, m, v, grad}, &runs, optimizer_test_config(1e-8f), sums, state,
+                                       nullptr));
     }
-    floatX* param = traffic_tensor<floatX>(run, n);
-    unsigned short* low = traffic_tensor<unsigned short>(run, n);
-    Values split = {param, Dtype::SPLIT, low}, m = values_of(traffic_tensor<float>(run, n));
-    Values v = values_of(traffic_tensor<float>(run, n)), grad = values_of(traffic_tensor<float>(run, n));
-    StepState* state = traffic_tensor<StepState>(run, 1, Reuse::SMALL);
-    if (is_bf16)
-        TRAFFIC(run, "adamw_update, split master", 28 * n,
-                optimizer_update<Rule::ADAMW>(OptimizerArrays{param, split, m, v, grad}, &runs, config, nullptr, state,
-                                              nullptr));
 }
 
-/* Rules that keep one state, with the storage of this precision's default. */
-template <Rule rule> static void traffic_rule(TrafficRun* run, const char* name)
+static void traffic_optimizers(TrafficRun* run)
 {
-    const bool is_16bit = sizeof(floatX) < 4;
-    const size_t n = TRAFFIC_NC;
-    floatX* param = traffic_tensor<floatX>(run, n);
-    float* master = is_16bit ? traffic_tensor<float>(run, n) : nullptr;
-    float *m = traffic_tensor<float>(run, n), *v = traffic_tensor<float>(run, n), *grad = traffic_tensor<float>(run, n);
-    StepState* state = traffic_tensor<StepState>(run, 1, Reuse::SMALL);
+    traffic_rule<Rule::ADAMW>(run, "adamw", true, 4, 1);
+    traffic_rule<Rule::ADAM>(run, "adam", true, 4, 1);
+    traffic_rule<Rule::SGD>(run, "sgd", true, 2, 1);
+    traffic_rule<Rule::LION>(run, "lion", true, 2, 1);
+    traffic_rule<Rule::ADAGRAD>(run, "adagrad", true, 2, 1);
+    traffic_rule<Rule::LAMB_STATES>(run, "lamb, states", false, 4, 1);
+    traffic_rule<Rule::LAMB_STEP>(run, "lamb, step", true, 2, 0);
+    traffic_rule<Rule::MUON_MOMENTUM>(run, "muon, momentum", false, 2, 2);
+    traffic_rule<Rule::MUON_STEP>(run, "muon, step", true, 0, 1);
     OptimizerRuns runs = {};
-    runs_extend(&runs, n, 0.1f, 1.0f);
-    TRAFFIC(run, name, (is_16bit ? 22 : 20) * n,
-            optimizer_update<rule>(optimizer_arrays(param, master, m, v, grad), &runs, optimizer_test_config(1e-8f),
-                                   nullptr, state, nullptr));
+    runs_extend(&runs, 4 * TRAFFIC_NC, 0.1f, 1.0f, 0);
+    const Values p = values_of(traffic_tensor<float>(run, 4 * TRAFFIC_NC));
+    const Values m = values_of(traffic_tensor<float>(run, 4 * TRAFFIC_NC));
+    const Values v = values_of(traffic_tensor<float>(run, 4 * TRAFFIC_NC));
+    double* sums = traffic_tensor<double>(run, 2, Reuse::SMALL);
+    double* scratch = traffic_tensor<double>(run, lamb_scratch_elems(), Reuse::SMALL);
+    TRAFFIC(run, "lamb, norms", 12 * 4 * TRAFFIC_NC, lamb_norms(sums, scratch, p, m, v, &runs, 1e-8f, nullptr));
 }
 
-/* Bank conflicts and sectors only: its cost is arithmetic. */
+/* What Muon does beside its products, with u wider and higher than it is long. */
+static void traffic_muon(TrafficRun* run)
+{
+    const int side = 96, length = 384;
+    const size_t n = (size_t)side * length;
+    for (bool transposed : {false, true}) {
+        const int rows = transposed ? length : side, cols = transposed ? side : length;
+        float* u = traffic_tensor<float>(run, n);
+        double* parts = traffic_tensor<double>(run, MUON_PARTS, Reuse::SMALL);
+        TRAFFIC(run, "muon, norm", 4 * n, muon_sum_squares(parts, u, rows, cols, cols, nullptr));
+        u = traffic_tensor<float>(run, n);
+        floatX* x = traffic_tensor<floatX>(run, n);
+        parts = traffic_tensor<double>(run, MUON_PARTS, Reuse::SMALL);
+        TRAFFIC(run, transposed ? "muon, into x^T" : "muon, into x", (4 + TRAFFIC_S) * n,
+                muon_copy(x, length, u, cols, rows, cols, transposed, 0.0f, parts, nullptr));
+        u = traffic_tensor<float>(run, n);
+        x = traffic_tensor<floatX>(run, n);
+        TRAFFIC(run, transposed ? "muon, from x^T" : "muon, from x", (4 + TRAFFIC_S) * n,
+                muon_copy(u, cols, x, length, side, length, transposed, 1.0f, (const double*)nullptr, nullptr));
+    }
+    floatX *gram = traffic_tensor<floatX>(run, n), *squared = traffic_tensor<floatX>(run, n);
+    TRAFFIC(run, "muon, polynomial", 3 * side * side * TRAFFIC_S, muon_combine(squared, gram, side, nullptr));
+}
+
+/* Bank conflicts and sectors only: its cost is arithmetic. Every class of head sizes, grouped heads, dropout. */
 static void traffic_attention(TrafficRun* run)
 {
-    const int B = 1, T = 128, NH = 2, HS = 64;
-    const size_t heads = (size_t)B * T * NH * HS, rows = (size_t)B * NH * T;
-    for (bool backward : {false, true}) {
-        floatX *qkv = traffic_tensor<floatX>(run, 3 * heads), *out = traffic_tensor<floatX>(run, heads);
-        float* lse = traffic_tensor<float>(run, rows);
-        float* scratch = traffic_tensor<float>(run, attention_scratch_elems(B, T, NH, HS));
-        floatX *dqkv = traffic_tensor<floatX>(run, 3 * heads), *dout = traffic_tensor<floatX>(run, heads);
-        if (!backward)
-            TRAFFIC(run, "attention_forward", 0,
-                    attention_forward(out, lse, scratch, qkv, B, T, NH, NH, HS, 0.125f, nullptr));
-        else
-            TRAFFIC(run, "attention_backward", 0,
-                    attention_backward(dqkv, scratch, dout, out, lse, qkv, B, T, NH, NH, HS, 0.125f, nullptr));
-    }
+    const int B = 1, T = 128, NH = 2, NKV = 1;
+    for (int HS : {64, 128, 256})
+        for (int which = 0; which < 4; which++) {
+            const bool backward = which % 2 != 0, drops = which >= 2;
+            const size_t heads = (size_t)B * T * HS, rows = (size_t)B * NH * T;
+            floatX* qkv = traffic_tensor<floatX>(run, (NH + 2 * NKV) * heads);
+            floatX *out = traffic_tensor<floatX>(run, NH * heads), *dout = traffic_tensor<floatX>(run, NH * heads);
+            floatX* dqkv = traffic_tensor<floatX>(run, (NH + 2 * NKV) * heads);
+            float* lse = traffic_tensor<float>(run, rows);
+            float* scratch = traffic_tensor<float>(run, attention_scratch_elems(B, T, NH, HS));
+            const Dropout d = dropout_site(1, 0, 0, 0, drops ? 0.1 : 0.0);
+            char name[64];
+            snprintf(name, sizeof name, "attention_%s %d%s", backward ? "backward" : "forward", HS,
+                     drops ? ", dropout" : "");
+            if (!backward)
+                TRAFFIC(run, name, 0,
+                        attention_forward(out, lse, scratch, qkv, B, T, NH, NKV, HS, 0.125f, nullptr, d));
+            else
+                TRAFFIC(run, name, 0,
+                        attention_backward(dqkv, scratch, dout, out, lse, qkv, B, T, NH, NKV, HS, 0.125f, nullptr, d));
+        }
+}
+
+static void traffic_attention_cached(TrafficRun* run)
+{
+    const int N = 4, T = 64, NH = 4, HS = 64;
+    const size_t heads = (size_t)N * NH * HS;
+    floatX *out = traffic_tensor<floatX>(run, heads), *qkv = traffic_tensor<floatX>(run, 3 * heads);
+    floatX *keys = traffic_tensor<floatX>(run, T * heads), *values = traffic_tensor<floatX>(run, T * heads);
+    int* slots = traffic_tensor<int>(run, N, Reuse::SMALL);
+    int* positions = traffic_tensor<int>(run, N, Reuse::SMALL);
+    const int h_slots[N] = {0, 1, 2, 3}, h_positions[N] = {T - 1, T - 1, T - 1, T - 1};
+    CUDA_CHECK(cudaMemcpy(slots, h_slots, sizeof h_slots, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpy(positions, h_positions, sizeof h_positions, cudaMemcpyHostToDevice));
+    TRAFFIC(run, "attention_cached", 2 * T * heads * TRAFFIC_S,
+            attention_cached(out, keys, values, qkv, slots, positions, N, T, NH, NH, HS, 0.125f, nullptr));
 }
 
 static int traffic_main()
@@ -262,11 +340,11 @@ static int traffic_main()
     traffic_llama(&run);
     traffic_elementwise(&run);
     traffic_classifier(&run);
-    traffic_adamw(&run);
-    traffic_rule<Rule::SGD>(&run, "sgd");
-    traffic_rule<Rule::LION>(&run, "lion");
-    traffic_rule<Rule::ADAGRAD>(&run, "adagrad");
+    traffic_bias(&run);
+    traffic_optimizers(&run);
+    traffic_muon(&run);
     traffic_attention(&run);
+    traffic_attention_cached(&run);
     printf("%d passed, %d failed\n", run.num_passed, run.num_failed);
     return run.num_failed != 0;
 }

@@ -338,6 +338,14 @@ def test_memory_stays(folder, ranks, stage):
     assert len(mib) == 1000 and max(mib[10:]) - mib[9] < 0.25, (mib[9], max(mib[10:]))
 
 
+@pytest.mark.parametrize("ranks,stage", [(1, 0), (2, 3)])
+def test_no_page_faults(folder, ranks, stage):
+    """The first step is the last that waits for a page of memory: nothing is allocated in a step."""
+    log = train_gpt(*flags(folder, "-n", 8, "-z", stage), ranks=ranks, out=folder / "run", **ONE_THREAD)
+    faults = log.series("page_faults")
+    assert len(faults) == 8 and not any(faults[1:]), faults
+
+
 def own_leaks(report):
     """The blocks of LeakSanitizer's report that our own code has asked for. Open MPI has leaks of its own, most of them
     in parts that it has unloaded by then, so that they cannot be told by name."""

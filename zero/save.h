@@ -17,7 +17,8 @@
  *
  * The host copy is whole, 12 bytes for each parameter / R, and in the plan. A ring of smaller buffers would hold the
  * optimizer up until the disk has taken nearly all; so the next update waits for a copy between memories, no more.
- * The next save waits for this one. Not handled: ranks that do not share the folder (refused at the start). */
+ * The next save waits for this one. Where not all ranks see the folder, rank 0 writes for all in WRITE: the others send
+ * it their slices, from the main thread, and training waits for that. */
 #pragma once
 #include <pthread.h>
 #include <sys/resource.h>
@@ -39,6 +40,7 @@ typedef struct Saver {
     SaverConfig config;
     Zero* zero;
     float* values[NUM_STATES];      // (P/R) pinned: this rank's slices of the states, packed
+    bool gathers;                   // not all ranks see the folder
     SavePhase phase;
     RunState state;
     char path[4096], temporary[4096];
@@ -50,7 +52,8 @@ typedef struct Saver {
     char why[1024];
     bool failed;                    // the newest save
     size_t num_saved;
-    double begun_s;
+    double begun_s, waited_s;       // when the newest began; what this rank's training has waited for it
+    double thread_s;                // CPU time of its threads
 } Saver;
 
 static void saver_plan(Saver* s, Zero* z, Plan* plan)
@@ -103,14 +106,29 @@ static void save_create(Saver* s)
     safetensors_create_files(s->optimizer);
 }
 
-static void save_write(Saver* s)
+typedef struct SaveChunk {
+    const SafeTensors* files;
+    const SafeTensor* tensor;
+    size_t first, count;            // elements of the tensor
+    float* at;
+} SaveChunk;
+
+static void chunk_write(void* arg)
+{
+    const SaveChunk* k = (const SaveChunk*)arg;
+    safetensors_write_f32(k->files, k->tensor, k->first, k->count, k->at);
+}
+
+/* The slices of rank `owner`, chunk by chunk. Their owner writes them; where it does not see the folder, it sends them,
+ * and rank 0, which is here too then, writes. False, with a sentence in `why`, if they cannot be written: the rest is
+ * sent all the same, so that nobody waits for ever. */
+static bool save_slices(Saver* s, int owner, char (&why)[1024])
 {
     const size_t room_bytes = 1 << 20;    // still in the cache when it is written
     const Shard* shard = s->zero->shard;
-    if (s->zero->comm->rank != 0) {
-        safetensors_open_files(s->weights);
-        safetensors_open_files(s->optimizer);
-    }
+    const Comm* c = s->zero->comm;
+    const bool own = c->rank == owner, writes = c->rank == 0 || !s->gathers;
+    bool well = true;
     char* room = (char*)aligned_alloc(SAFE_DIRECT_BYTES, room_bytes);
     ENSURE(room != nullptr, "out of host memory: %zu bytes asked for", room_bytes);
     char name[STATE_NAME_BYTES];
@@ -120,24 +138,43 @@ static void save_write(Saver* s)
         uint64_t* sums = s->sums + state * shard->num_tensors;
         const Tensor* t = &shard->tensors[t_idx];
         if (!state_is_kept(s->zero, state, t)) continue;
-        Range part = tensor_part(t, shard_slice(shard, t->unit, s->zero->comm->rank));
-        const SafeTensors* files = state == STATE_WEIGHTS ? s->weights : s->optimizer;
-        const Values values = state_saved(s, state, t, part);
+        Range part = tensor_part(t, shard_slice(shard, t->unit, owner));
+        const Values values = own ? state_saved(s, state, t, part) : Values{};
         state_name(name, t, state);
-        const SafeTensor* st = safetensors_get(files, name);
-        for (size_t done = 0, n; done < part.count; done += n) {
-            size_t first = tensor_file_place(t, part.first) + done;
-            size_t lead = (st->offset + first * sizeof(float)) % SAFE_DIRECT_BYTES;
+        SaveChunk k = {state == STATE_WEIGHTS ? s->weights : s->optimizer, nullptr, 0, 0, nullptr};
+        k.tensor = safetensors_get(k.files, name);
+        if (s->gathers) watch_move(c->watch, "a save, where rank 0 writes for all", part.count);
+        for (size_t done = 0; done < part.count; done += k.count) {
+            k.first = tensor_file_place(t, part.first) + done;
+            size_t lead = (k.tensor->offset + k.first * sizeof(float)) % SAFE_DIRECT_BYTES;
             size_t fits = (room_bytes - lead) / sizeof(float);
-            n = part.count - done < fits ? part.count - done : fits;
-            float* chunk = (float*)(room + lead);          // as in the file, so that whole pages can go directly
-            if (values.dtype == Dtype::FP32) memcpy(chunk, (const float*)values.at + done, n * sizeof(float));
-            else for (size_t k = 0; k < n; k++) chunk[k] = value_load(values, done + k);
-            sums[tensor_first_piece(shard, t_idx)] += tensor_sum(chunk, first, n);
-            safetensors_write_f32(files, st, first, n, chunk);
+            k.count = part.count - done < fits ? part.count - done : fits;
+            k.at = (float*)(room + lead);                  // as in the file, so that whole pages can go directly
+            if (!own) comm_receive_host(c, k.at, k.count * sizeof(float), owner);
+            else if (values.dtype == Dtype::FP32) memcpy(k.at, (float*)values.at + done, k.count * sizeof(float));
+            else for (size_t e = 0; e < k.count; e++) k.at[e] = value_load(values, done + e);
+            if (own) sums[tensor_first_piece(shard, t_idx)] += tensor_sum(k.at, k.first, k.count);
+            if (!writes) comm_send_host(c, k.at, k.count * sizeof(float), 0);
+            else if (well) well = attempt(chunk_write, &k, why);
         }
     }
     free(room);
+    return well;
+}
+
+static void save_write(Saver* s)
+{
+    const Comm* c = s->zero->comm;
+    char why[1024];
+    bool well = true, sees = c->rank == 0 || !s->gathers;
+    if (sees && c->rank != 0) {
+        safetensors_open_files(s->weights);
+        safetensors_open_files(s->optimizer);
+    }
+    for (int owner = 0; owner < c->num_ranks; owner++)
+        if (owner == c->rank || (s->gathers && c->rank == 0)) well = save_slices(s, owner, why) && well;
+    ENSURE(well, "%s", why);
+    if (!sees) return;
     safetensors_sync(s->weights);
     safetensors_sync(s->optimizer);
 }
@@ -161,13 +198,27 @@ static void save_phase(void* arg)
     else save_commit(s);
 }
 
-static void* saver_thread(void* arg)
+static double thread_cpu_s(void)
+{
+    struct timespec used;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);
+    return used.tv_sec + used.tv_nsec * 1e-9;
+}
+
+static void* saver_run(void* arg)
 {
     Saver* s = (Saver*)arg;
-    setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 10);   // of this thread: training comes first
+    double before_s = thread_cpu_s();
     bool well = attempt(save_phase, s, s->why);
+    s->thread_s += thread_cpu_s() - before_s;
     __atomic_store_n(&s->status, well ? SAVE_WELL : SAVE_FAILED, __ATOMIC_RELEASE);
     return nullptr;
+}
+
+static void* saver_thread(void* arg)
+{
+    setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 10);   // of this thread: training comes first
+    return saver_run(arg);
 }
 
 // -------------------------------------------------------------------------------------------------- the main thread
@@ -178,6 +229,10 @@ static void saver_enter(Saver* s, SavePhase phase)
     s->status = SAVE_WELL;
     if (phase == SavePhase::NONE || (phase != SavePhase::WRITE && s->zero->comm->rank != 0)) return;
     s->status = SAVE_BUSY;
+    if (phase == SavePhase::WRITE && s->gathers) {
+        saver_run(s);
+        return;
+    }
     ENSURE(pthread_create(&s->thread, nullptr, saver_thread, s) == 0, "the thread that saves cannot be started");
     s->has_thread = true;
 }
@@ -193,9 +248,8 @@ static void saver_end(Saver* s, bool failed)
 
 static void save_remove_partial(void* arg) { folder_remove(((Saver*)arg)->temporary); }
 
-static void saver_poll(Saver* s)
+static void saver_advance(Saver* s)
 {
-    if (s->phase == SavePhase::NONE) return;
     const Comm* c = s->zero->comm;
     SaveStatus own = __atomic_load_n(&s->status, __ATOMIC_ACQUIRE);
     if (s->phase == SavePhase::CREATE && cudaEventQuery(s->zero->states_copied) == cudaErrorNotReady) own = SAVE_BUSY;
@@ -216,20 +270,29 @@ static void saver_poll(Saver* s)
     }
 }
 
-static void saver_wait(Saver* s)
+static void saver_poll(Saver* s)
 {
-    while (s->phase != SavePhase::NONE) {
-        watch_move(s->zero->comm->watch, "a save", 0);
-        saver_poll(s);
-        if (s->phase != SavePhase::NONE) usleep(200);
-    }
+    if (s->phase == SavePhase::NONE) return;
+    double before_s = watch_now_s();
+    saver_advance(s);
+    s->waited_s += watch_now_s() - before_s;
 }
 
-/* This rank's slices to the host. */
+static void saver_wait(Saver* s)
+{
+    double before_s = watch_now_s();
+    while (s->phase != SavePhase::NONE) {
+        watch_move(s->zero->comm->watch, "a save", 0);
+        saver_advance(s);
+        if (s->phase != SavePhase::NONE) usleep(200);
+    }
+    s->waited_s += watch_now_s() - before_s;
+}
+
+/* This rank's slices to the host: of a step whose end the host has seen, so that d2h need not wait for it. */
 static void states_copy(Saver* s)
 {
     Zero* z = s->zero;
-    stream_wait(z->d2h, z->compute, z->edge, "the states are those of this step");
     for (int i = 0; i < NUM_STATES * z->shard->num_tensors; i++) {
         int state = i / z->shard->num_tensors;
         const Tensor* t = &z->shard->tensors[i % z->shard->num_tensors];
@@ -250,6 +313,7 @@ static void saver_begin(Saver* s, const RunState* state)
     const Shard* shard = s->zero->shard;
     s->state = *state;
     s->begun_s = watch_now_s();
+    s->thread_s = 0;
     checkpoint_path(s->path, s->config.out, state->step, "");
     checkpoint_path(s->temporary, s->config.out, state->step, ".tmp");
     char file[4200];
@@ -260,9 +324,10 @@ static void saver_begin(Saver* s, const RunState* state)
     memset(s->sums, 0, (size_t)NUM_STATES * shard->num_tensors * sizeof *s->sums);
     states_copy(s);
     saver_enter(s, SavePhase::CREATE);
+    s->waited_s = watch_now_s() - s->begun_s;
 }
 
-/* The folder: made by rank 0, seen by all. first_step: where the run goes on from; no later checkpoint may be there. */
+/* The folder: made by rank 0; who sees it? first_step: where the run goes on from; no later checkpoint may be there. */
 static void saver_start(Saver* s, const SaverConfig* config, size_t first_step)
 {
     const Comm* c = s->zero->comm;
@@ -270,7 +335,9 @@ static void saver_start(Saver* s, const SaverConfig* config, size_t first_step)
     s->sums = (uint64_t*)malloc_checked((size_t)NUM_STATES * s->zero->shard->num_tensors * sizeof *s->sums);
     signal(SIGXFSZ, SIG_IGN);   // a file that may not grow any more is an error of write(), not the end
     char probe[4200];
-    snprintf(probe, sizeof probe, "%s/.probe", config->out);
+    int pid = (int)getpid();                     // of rank 0, so that no other run's probe is taken for this
+    comm_broadcast_host(c, &pid, sizeof pid);
+    snprintf(probe, sizeof probe, "%s/.probe.%d", config->out, pid);
     if (c->rank == 0) {
         folder_make(config->out);
         DIR* dir = opendir(config->out);
@@ -291,10 +358,11 @@ static void saver_start(Saver* s, const SaverConfig* config, size_t first_step)
         json_write_text(probe, "", 0);
     }
     comm_barrier(c);
-    ENSURE(access(probe, F_OK) == 0, "-o %s of rank 0 is not seen by rank %d: take a folder that all hosts share",
-           config->out, c->rank);
-    comm_barrier(c);
+    s->gathers = comm_max_host(c, access(probe, F_OK) != 0) > 0;
     if (c->rank == 0) unlink(probe);
+    if (c->rank == 0 && s->gathers)
+        printf("output  -o %s is not on all hosts: rank 0 writes what the others send, and training waits for that\n",
+               config->out);
 }
 
 static void saver_free(Saver* s) { free(s->sums); }

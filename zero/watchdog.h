@@ -13,13 +13,17 @@
 
 enum { WATCH_STREAMS = 4, WATCH_ASKED = 4096 };
 
-/* One per rank of the host, a cache line each, in shared memory. */
+/* One per rank of the host, a cache line each, in shared memory of any content. */
 typedef struct alignas(64) Beat {
+    volatile unsigned long long is_set; // BEAT_IS_SET from when its rank has filled it until it leaves: no rank waits
+                                        // for another to start or to end
     volatile double alive_s, moved_s;   // when the thread and when the main thread last did something; monotonic clock
     volatile unsigned long long num_collectives;
     volatile int rank, pid;
     volatile bool has_spoken;           // it has said why the run ends: the others need not
 } Beat;
+
+static const unsigned long long BEAT_IS_SET = 0x74726f676e696874ull;
 
 /* A collective on a stream. They are numbered from 1. */
 typedef struct Asked { const char* name; size_t elems; int stream_idx; } Asked;
@@ -30,6 +34,7 @@ typedef struct Watch {
     double timeout_s;           // 0: never
     const char* volatile place; // what the main thread does
     volatile size_t elems, step;
+    size_t num_host_calls;      // in which this host waits for other ranks
     Asked asked[WATCH_ASKED];   // the newest; number k is at k % WATCH_ASKED
     volatile unsigned long long num_asked;
     const unsigned long long* volatile progress;   // (WATCH_STREAMS) the newest that is complete on each stream
@@ -39,6 +44,12 @@ typedef struct Watch {
 } Watch;
 
 inline Watch* watch_of_signals = nullptr;   // a signal handler has no argument
+
+/* The beat of a rank that has started and not left, else null. */
+static const Beat* watch_beat(const Watch* w, int i)
+{
+    return w->beats[i].is_set == BEAT_IS_SET ? &w->beats[i] : nullptr;
+}
 
 static double watch_now_s(void)
 {
@@ -55,6 +66,8 @@ static void watch_move(Watch* w, const char* place, size_t elems)
     w->elems = elems;
     w->beats[w->own].moved_s = watch_now_s();
 }
+
+static void watch_host_call(Watch* w) { if (w != nullptr) w->num_host_calls++; }
 
 static void watch_collective(Watch* w, const char* name, size_t elems)
 {
@@ -96,7 +109,8 @@ static int watch_text(const Watch* w, const char* why, char* line, size_t size)
     int n = snprintf(line, size, "train_gpt: rank %d: %s: step %zu, in %s of %zu elements since %.1f s", own->rank, why,
                      w->step, place, elems, now - own->moved_s);
     for (int i = 0; i < w->num_beats && n < (int)size; i++) {
-        const Beat* b = &w->beats[i];
+        const Beat* b = watch_beat(w, i);
+        if (b == nullptr) continue;
         if (now - b->alive_s > 2.5)
             n += snprintf(line + n, size - n, "; rank %d gives no sign of life since %.1f s: stopped or killed",
                           b->rank, now - b->alive_s);
@@ -112,7 +126,8 @@ static int watch_text(const Watch* w, const char* why, char* line, size_t size)
 static void watch_say(const Watch* w, const char* why)
 {
     char line[1024];
-    for (int i = 0; i < w->num_beats; i++) if (w->beats[i].has_spoken) return;
+    for (int i = 0; i < w->num_beats; i++)
+        if (const Beat* b = watch_beat(w, i); b != nullptr && b->has_spoken) return;
     w->beats[w->own].has_spoken = true;
     int n = watch_text(w, why, line, sizeof line);
     if (write(2, line, n) < 0) return;   // there is nobody to tell
@@ -122,7 +137,7 @@ static void watch_say(const Watch* w, const char* why)
 static bool watch_misses_a_rank(const Watch* w)
 {
     for (int i = 0; w != nullptr && i < w->num_beats; i++)
-        if (kill(w->beats[i].pid, 0) != 0) return true;
+        if (const Beat* b = watch_beat(w, i); b != nullptr && kill(b->pid, 0) != 0) return true;
     return false;
 }
 
@@ -143,7 +158,8 @@ static double watch_since_s(const Watch* w)
 {
     if (!w->idle) return w->beats[w->own].moved_s;
     double oldest = w->beats[w->own].alive_s;
-    for (int i = 0; i < w->num_beats; i++) if (w->beats[i].alive_s < oldest) oldest = w->beats[i].alive_s;
+    for (int i = 0; i < w->num_beats; i++)
+        if (const Beat* b = watch_beat(w, i); b != nullptr && b->alive_s < oldest) oldest = b->alive_s;
     return oldest;
 }
 
@@ -162,7 +178,7 @@ static void* watch_run(void* arg)
     return nullptr;
 }
 
-/* beats: shared by the ranks of this host, all zero. */
+/* beats: shared by the ranks of this host. */
 static Watch* watch_start(Beat* beats, int num_beats, int own, int rank, double timeout_s)
 {
     Watch* w = (Watch*)malloc_checked(sizeof *w);
@@ -171,10 +187,12 @@ static Watch* watch_start(Beat* beats, int num_beats, int own, int rank, double 
     w->num_beats = num_beats;
     w->own = own;
     w->timeout_s = timeout_s;
+    memset((void*)&beats[own], 0, sizeof(Beat));
     beats[own].rank = rank;
     beats[own].pid = (int)getpid();
     beats[own].alive_s = watch_now_s();
     watch_move(w, "set-up", 0);
+    beats[own].is_set = BEAT_IS_SET;
     ENSURE(pthread_create(&w->thread, nullptr, watch_run, w) == 0, "the watchdog's thread cannot be started");
     watch_of_signals = w;
     struct sigaction action = {};
@@ -188,5 +206,6 @@ static void watch_end(Watch* w)
     signal(SIGTERM, SIG_DFL);
     w->stops = true;
     ENSURE(pthread_join(w->thread, nullptr) == 0, "the watchdog's thread does not end");
+    w->beats[w->own].is_set = 0;
     free(w);
 }

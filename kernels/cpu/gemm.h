@@ -11,6 +11,7 @@
  *         0.3.21 with its Haswell kernels gives other bits with two threads than with one.)
  * source  the tiling is that of Goto & van de Geijn 2008 and of BLIS; A shared, B streamed by panels is our choice */
 #pragma once
+#include <climits>
 #include <cstdint>
 #include <cstdlib>
 #include <omp.h>
@@ -26,16 +27,21 @@ enum { GEMM_MR = 4 };           // 4 x 3 + 3 + 1 in 16 registers
 enum {
     GEMM_NV = 3,                // vectors across a tile
     GEMM_NR = GEMM_NV * VF,
-    GEMM_KC = 256,              // k run in one go: a panel of B, KC x NR, is what stays in the nearest cache
+    GEMM_KC = 512,              // k run in one go: a panel of B, KC x NR, is what stays in the second-level cache
     GEMM_MB = 1024,             // largest block of A, MB x KB floats: 6 MiB, for the last-level cache
-    GEMM_KB = 6 * GEMM_KC,
+    GEMM_KB = 3 * GEMM_KC,
+    GEMM_STRIP = 8 * GEMM_MR,   // rows of A that are packed together
+    GEMM_PACK_AHEAD = 16,       // rows of a transposed A that are on their way meanwhile
 };
 
 static int gemm_min(int a, int b) { return a < b ? a : b; }
 static int gemm_div_up(int a, int b) { return (a + b - 1) / b; }
 
-/* Room for packed A, shared; for packed B and a panel of a 16-bit C, one each. */
-static struct { float *a, *b, *c; int num_threads; } gemm_space;
+/* A thread's share of a loop: items first to end, in one word, so that two threads can take from it. */
+typedef struct { alignas(64) uint64_t first_end; } GemmRun;
+
+/* Room for packed A, shared; for packed B, a panel of a 16-bit C and the share of the work, one each. */
+static struct { float *a, *b, *c; GemmRun* runs; int num_threads; } gemm_space;
 static constexpr bool GEMM_IS_16BIT = sizeof(floatX) < sizeof(float);
 
 static float* gemm_alloc(size_t elems)
@@ -55,7 +61,30 @@ static void gemm_init()
     gemm_space.num_threads = omp_get_max_threads();
     gemm_space.a = gemm_alloc((size_t)GEMM_MB * GEMM_KB);
     gemm_space.b = gemm_alloc((size_t)gemm_space.num_threads * GEMM_KC * GEMM_NR);
+    gemm_space.runs = (GemmRun*)gemm_alloc((size_t)gemm_space.num_threads * sizeof(GemmRun) / sizeof(float));
     if (GEMM_IS_16BIT) gemm_space.c = gemm_alloc((size_t)gemm_space.num_threads * GEMM_MB * GEMM_NR);
+}
+
+/* Each thread goes through a run of its own, so that it knows what comes next and can fetch it ahead; one that is done
+ * takes from the ends of the others', so that none that shares its core holds up the rest. */
+static void gemm_run_begin(int thread, int first, int end)
+{
+    __atomic_store_n(&gemm_space.runs[thread].first_end, (uint64_t)first << 32 | (uint32_t)end, __ATOMIC_RELEASE);
+}
+
+/* The next item of this thread, or -1. */
+static int gemm_run_take(int thread, int num_threads)
+{
+    for (int i = 0; i < num_threads; i++) {
+        uint64_t* run = &gemm_space.runs[(thread + i) % num_threads].first_end;
+        uint64_t old = __atomic_load_n(run, __ATOMIC_ACQUIRE);
+        while ((uint32_t)(old >> 32) < (uint32_t)old) {
+            const uint64_t taken = i == 0 ? old + (1ull << 32) : old - 1;
+            if (__atomic_compare_exchange_n(run, &old, taken, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+                return i == 0 ? (int)(old >> 32) : (int)(uint32_t)taken;
+        }
+    }
+    return -1;
 }
 
 static void gemm_free()
@@ -63,6 +92,7 @@ static void gemm_free()
     free(gemm_space.a);
     free(gemm_space.b);
     free(gemm_space.c);
+    free(gemm_space.runs);
     gemm_space = {};
 }
 
@@ -77,8 +107,8 @@ __attribute__((noinline)) static void gemm_tile(float* c, size_t ldc, const floa
     for (int i = 0; i < GEMM_MR; i++)
 #pragma GCC unroll 3
         for (int j = 0; j < NV; j++) acc[i][j] = vf_load(init + i * ld_init + j * VF);
-#pragma GCC unroll 4
-    for (int k = 0; k < K; k++, a += A_IN_ROWS ? 1 : GEMM_MR, b += ldb) {
+    int k = K;                  // at least 1
+    do {
         vf bk[NV];
 #pragma GCC unroll 3
         for (int j = 0; j < NV; j++) bk[j] = vf_load(b + j * VF);
@@ -88,7 +118,9 @@ __attribute__((noinline)) static void gemm_tile(float* c, size_t ldc, const floa
 #pragma GCC unroll 3
             for (int j = 0; j < NV; j++) acc[i][j] = vf_fma(aik, bk[j], acc[i][j]);
         }
-    }
+        a += A_IN_ROWS ? 1 : GEMM_MR;
+        b += ldb;
+    } while (--k > 0);
 #pragma GCC unroll 8
     for (int i = 0; i < GEMM_MR; i++)
 #pragma GCC unroll 3
@@ -147,15 +179,23 @@ static void gemm_transpose(D* dst, size_t ld_dst, const S* src, size_t ld_src, i
     }
 }
 
+/* WIDTH elements, a multiple of 4. */
+template <int WIDTH, class T> SIMD void gemm_copy(float* dst, const T* src)
+{
+    if (sizeof(T) == sizeof(float)) { memcpy(dst, src, WIDTH * sizeof(float)); return; }
+    for (int j = 0; j < WIDTH; j += 4) vf4_store(dst + j, vf4_load(src + j));
+}
+
 /* A panel dst[k][width] for k < K, from a source that holds it k by k (k_major) or column by column. Columns past
  * `cols` become 0. Widths are multiples of 4. */
 template <class T>
 static void gemm_pack(float* dst, int width, const T* src, size_t ld, bool k_major, int K, int cols)
 {
     if (!k_major) gemm_transpose(dst, width, src, ld, K, cols);
-    else if (cols == width)
-        for (int k = 0; k < K; k++)
-            for (int j = 0; j < width; j += 4) vf4_store(dst + k * width + j, vf4_load(src + k * ld + j));
+    else if (cols == width && width == GEMM_NR)
+        for (int k = 0; k < K; k++) gemm_copy<GEMM_NR>(dst + k * width, src + k * ld);
+    else if (cols == width && width == GEMM_MR)
+        for (int k = 0; k < K; k++) gemm_copy<GEMM_MR>(dst + k * width, src + k * ld);
     else
         for (int k = 0; k < K; k++) vf_copy(dst + k * width, src + k * ld, cols);
     if (cols < width)
@@ -193,6 +233,14 @@ SIMD void gemm_prefetch(GemmPrefetch* p, int num_lines)
     }
 }
 
+/* The rows of C below a tile, so that the next one does not wait for them: its loads would come all at once. Into the
+ * second-level cache: rows that are a multiple of 4 KiB apart would drive one another out of the nearest. */
+SIMD void gemm_prefetch_tile(const float* c, size_t ldc, int rows, int cols)
+{
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < cols; j += 16) __builtin_prefetch(c + i * ldc + j, 0, 2);
+}
+
 /* c (rows, cols) = init + packed A * packed B, tile by tile, with `next` prefetched on the way. */
 static void gemm_panel(float* c, size_t ldc, const float* init, size_t ld_init, const float* a, const float* b,
                        int rows, int cols, int K, GemmPrefetch next)
@@ -201,6 +249,7 @@ static void gemm_panel(float* c, size_t ldc, const float* init, size_t ld_init, 
     const int lines_per_tile = gemm_div_up(next.num_rows * gemm_div_up(next.row_bytes, 64), num_tiles);
     for (int m = 0; m < rows; m += GEMM_MR, a += GEMM_MR * K, c += GEMM_MR * ldc, init += GEMM_MR * ld_init) {
         gemm_prefetch(&next, lines_per_tile);
+        gemm_prefetch_tile(c + GEMM_MR * ldc, ldc, gemm_min(GEMM_MR, rows - m - GEMM_MR), cols);
         if (m + GEMM_MR <= rows && cols == num_vectors * VF)
             gemm_tile_any<false>(num_vectors, c, ldc, init, ld_init, a, 0, b, cols, K);
         else
@@ -227,23 +276,31 @@ static float* gemm_packed_a(GemmBlock block, int m, int k, int num_k)
     return gemm_space.a + (k - block.k0) * padded_rows + (size_t)m * num_k;
 }
 
-template <class TC> static void gemm_pack_a(const GemmJob<TC>* g, GemmBlock block, int m, int k)
+/* A strip of panels. Where A lies k by k all of them are filled at once, so that its lines are read whole. */
+template <class TC> static void gemm_pack_a(const GemmJob<TC>* g, GemmBlock block, int first, int k)
 {
-    const int num_k = gemm_min(g->kc, block.k1 - k);
-    gemm_pack(gemm_packed_a(block, m, k, num_k), GEMM_MR, gemm_at(g->A, block.m0 + m, k), g->A.ld, g->A.transposed,
-              num_k, gemm_min(GEMM_MR, block.num_rows - m));
+    const int num_k = gemm_min(g->kc, block.k1 - k), end = gemm_min(first + GEMM_STRIP, block.num_rows);
+    if (g->A.transposed && first + GEMM_STRIP <= block.num_rows) {
+        float* dst = gemm_packed_a(block, first, k, num_k);
+        const floatX* src = gemm_at(g->A, block.m0 + first, k);
+        for (int i = 0; i < num_k; i++, src += g->A.ld, dst += GEMM_MR) {
+            const int ahead = GEMM_PACK_AHEAD;
+            for (int m = 0; m < GEMM_STRIP; m += 64 / (int)sizeof(floatX))
+                __builtin_prefetch(src + (i + ahead < num_k ? ahead * g->A.ld : 0) + m);
+            for (int m = 0; m < GEMM_STRIP; m += GEMM_MR) gemm_copy<GEMM_MR>(dst + (size_t)m * num_k, src + m);
+        }
+        return;
+    }
+    for (int m = first; m < end; m += GEMM_MR)
+        gemm_pack(gemm_packed_a(block, m, k, num_k), GEMM_MR, gemm_at(g->A, block.m0 + m, k), g->A.ld,
+                  g->A.transposed, num_k, gemm_min(GEMM_MR, end - m));
 }
 
-/* What the next pack of B reads after the one of k and n. */
-template <class TC> static GemmPrefetch gemm_prefetch_next(const GemmJob<TC>* g, GemmBlock block, int n, int k)
+/* The piece of B that is packed for columns n on and k on; nothing past the last. */
+template <class TC> static GemmPrefetch gemm_prefetch_b(const GemmJob<TC>* g, GemmBlock block, int n, int k)
 {
-    const int next_k = k + g->kc, next_n = n + GEMM_NR;
-    if (next_k < block.k1)
-        return gemm_prefetch_start(g->B, next_k, n, gemm_min(g->kc, block.k1 - next_k), gemm_min(GEMM_NR, g->N - n));
-    if (next_n < g->N)
-        return gemm_prefetch_start(g->B, block.k0, next_n, gemm_min(g->kc, block.k1 - block.k0),
-                                   gemm_min(GEMM_NR, g->N - next_n));
-    return {};
+    if (n >= g->N) return {};
+    return gemm_prefetch_start(g->B, k, n, gemm_min(g->kc, block.k1 - k), gemm_min(GEMM_NR, g->N - n));
 }
 
 /* Columns n on, one panel of them, of C's rows m .. m + rows of the block. */
@@ -263,46 +320,58 @@ static void gemm_columns(const GemmJob<TC>* g, GemmBlock block, int n, int m, in
         gemm_pack(packed_b, width, gemm_at(g->B, k, n), g->B.ld, !g->B.transposed, num_k, cols);
         const bool from_c = k > 0 || g->accumulate;
         gemm_panel(c, ldc, from_c ? c : bias, from_c ? ldc : 0, gemm_packed_a(block, m, k, num_k), packed_b, rows, cols,
-                   num_k, gemm_prefetch_next(g, block, n, k));
+                   num_k, k + g->kc < block.k1 ? gemm_prefetch_b(g, block, n, k + g->kc)
+                                               : gemm_prefetch_b(g, block, n + GEMM_NR, block.k0));
     }
     if (!IN_PLACE)
         for (int i = 0; i < rows; i++) vf_copy(result + i * g->ldc, panel + i * GEMM_NR, cols);
 }
 
-/* C (M,N) = A * B, + C (accumulate) or + bias in every row (or null). Called by one thread; works with all. Work is
- * handed out as it is asked for, so that a thread that shares its core does not hold up the others. With too few panels
- * of columns to share out fairly, rows are cut too. */
+/* How many pieces the rows are cut into, beside the panels of columns, so that all threads are busy to the end. */
+static int gemm_num_cuts(int num_panels, int M, int num_threads)
+{
+    if (num_panels < 4 * num_threads) return gemm_min(4, gemm_div_up(M, GEMM_STRIP));
+    const bool uneven = num_panels % num_threads != 0 && num_panels < 16 * num_threads;
+    return uneven && M >= 512 ? 2 : 1;              // each cut packs B again: with fewer rows that costs more
+}
+
+/* C (M,N) = A * B, + C (accumulate) or + bias in every row (or null). Called by one thread; works with all. */
 template <class TC>
 static void gemm(TC* C, size_t ldc, GemmOperand A, GemmOperand B, int M, int N, int K, const floatX* bias,
                  bool accumulate)
 {
     const int num_pieces = gemm_div_up(K, GEMM_KC), kc = gemm_div_up(K, num_pieces);
     const bool in_place = sizeof(TC) == sizeof(float);       // else one block has all of K, and as many rows as fit
-    const int kb = kc * (in_place ? GEMM_KB / GEMM_KC : num_pieces);
-    const int most_rows = in_place ? GEMM_MB : gemm_min(GEMM_MB, GEMM_MB * GEMM_KB / kb / GEMM_MR * GEMM_MR);
+    const int kb = kc * (in_place ? gemm_min(num_pieces, GEMM_KB / GEMM_KC) : num_pieces);
+    const int fitting = GEMM_MB * GEMM_KB / kb / GEMM_MR * GEMM_MR, most_rows = in_place ? fitting
+                                                                                        : gemm_min(GEMM_MB, fitting);
     ENSURE(most_rows > 0, "a product over %d terms in %s: at most %d", K, FLOATX_NAME, GEMM_MB * GEMM_KB / GEMM_MR);
     const int mb = gemm_div_up(gemm_div_up(M, gemm_div_up(M, most_rows)), GEMM_MR) * GEMM_MR;
     const GemmJob<TC> job = {C, ldc, A, B, M, N, K, bias, accumulate, kc, kb, mb};
-    const int num_threads = gemm_min(omp_get_max_threads(), gemm_space.num_threads);
-    const int num_panels = gemm_div_up(N, GEMM_NR);
-    const int num_cuts = num_panels >= 4 * num_threads ? 1 : gemm_min(4, gemm_div_up(M, 8 * GEMM_MR));
-    const int num_items = num_panels * num_cuts, chunk = num_items / (8 * num_threads) + 1;
-    #pragma omp parallel num_threads(num_threads)
+    const int most_threads = gemm_min(omp_get_max_threads(), gemm_space.num_threads);
+    const int num_cuts = gemm_num_cuts(gemm_div_up(N, GEMM_NR), gemm_min(M, mb), most_threads);
+    const long num_items = (long)gemm_div_up(N, GEMM_NR) * num_cuts;
+    #pragma omp parallel num_threads(most_threads)
     {
-        float* packed_b = gemm_space.b + (size_t)omp_get_thread_num() * GEMM_KC * GEMM_NR;
-        float* panel = in_place ? nullptr : gemm_space.c + (size_t)omp_get_thread_num() * GEMM_MB * GEMM_NR;
+        const int thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
+        const int first = (int)(num_items * thread / num_threads), end = (int)(num_items * (thread + 1) / num_threads);
+        float* packed_b = gemm_space.b + (size_t)thread * GEMM_KC * GEMM_NR;
+        float* panel = in_place ? nullptr : gemm_space.c + (size_t)thread * GEMM_MB * GEMM_NR;
         for (int k0 = 0; k0 < K; k0 += job.kb)
             for (int m0 = 0; m0 < M; m0 += mb) {
                 const GemmBlock block = {m0, gemm_min(mb, M - m0), k0, gemm_min(k0 + job.kb, K)};
-                #pragma omp for collapse(2) schedule(dynamic, 8)
+                GemmPrefetch first_panel = gemm_prefetch_b(&job, block, first / num_cuts * GEMM_NR, k0);
+                gemm_prefetch(&first_panel, INT_MAX);
+                gemm_run_begin(thread, first, end);
+                #pragma omp for collapse(2) schedule(dynamic)
                 for (int k = block.k0; k < block.k1; k += kc)
-                    for (int m = 0; m < block.num_rows; m += GEMM_MR) gemm_pack_a(&job, block, m, k);
+                    for (int m = 0; m < block.num_rows; m += GEMM_STRIP) gemm_pack_a(&job, block, m, k);
                 const int cut_rows = gemm_div_up(gemm_div_up(block.num_rows, num_cuts), GEMM_MR) * GEMM_MR;
-                #pragma omp for schedule(dynamic, chunk)
-                for (int item = 0; item < num_items; item++) {
+                for (int item; (item = gemm_run_take(thread, num_threads)) >= 0; ) {
                     const int m = item % num_cuts * cut_rows, rows = gemm_min(cut_rows, block.num_rows - m);
                     if (rows > 0) gemm_columns(&job, block, item / num_cuts * GEMM_NR, m, rows, packed_b, panel);
                 }
+                #pragma omp barrier
             }
     }
 }

@@ -329,6 +329,9 @@ static bool work_progress(Work* w)
             if (w->num_finished + 2 < w->num_stages) stage_post(w, w->num_finished + 2);
         }
         w->num_finished++;
+#ifdef DEVICE_EMU
+        rank_moved();
+#endif
     }
     return is_transfer || w->headers_match;
 }
@@ -542,7 +545,7 @@ static ncclResult_t transfer(bool is_send, void* p, size_t count, ncclDataType_t
     return ncclSuccess;
 }
 
-#if defined(DEVICE_EMU) && !defined(NO_MPI)
+#ifdef DEVICE_EMU
 #include "host_mpi.h"
 #endif
 
@@ -581,11 +584,14 @@ ncclResult_t ncclGetVersion(int* version)
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id)
 {
-    memset(id, 0, sizeof *id);                       // MPI_COMM_WORLD is the meeting point, no address is needed
+    static uint64_t num_ids;                         // MPI_COMM_WORLD is the meeting point, no address is needed
+    const uint64_t number[2] = {(uint64_t)getpid(), ++num_ids};
+    memset(id, 0, sizeof *id);
+    memcpy(id, number, sizeof number);
     return ncclSuccess;
 }
 
-ncclResult_t ncclCommInitRank(ncclComm_t* comm, int num_ranks, ncclUniqueId, int rank)
+ncclResult_t ncclCommInitRank(ncclComm_t* comm, int num_ranks, ncclUniqueId id, int rank)
 {
     if (num_ranks < 1 || rank < 0 || rank >= num_ranks) return ncclInvalidArgument;
     if (num_ranks == 1) {
@@ -601,6 +607,9 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int num_ranks, ncclUniqueId, int
     MPI_CHECK(MPI_Comm_size, MPI_COMM_WORLD, &world_size);
     ENSURE(num_ranks == world_size, "ncclCommInitRank: %d ranks asked for, MPI has %d; ncclCommSplit makes smaller "
            "communicators", num_ranks, world_size);
+    ncclUniqueId first = id;
+    MPI_CHECK(MPI_Bcast, &first, sizeof first, MPI_BYTE, 0, MPI_COMM_WORLD);
+    ENSURE(memcmp(&first, &id, sizeof id) == 0, "ncclCommInitRank: rank %d comes with another id than rank 0", rank);
     MPI_Comm mpi;
     MPI_CHECK(MPI_Comm_split, MPI_COMM_WORLD, 0, rank, &mpi);
     *comm = comm_new(mpi);

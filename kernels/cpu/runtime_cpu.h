@@ -158,9 +158,12 @@ cudaError_t cudaMemcpy(void* dst, const void* src, size_t size, enum cudaMemcpyK
     return cudaMemcpyAsync(dst, src, size, kind, nullptr);
 }
 
+/* What is large, such as all gradients at the start of a step, by all threads. */
 cudaError_t cudaMemsetAsync(void* p, int value, size_t size, cudaStream_t)
 {
-    memset(p, value, size);
+    #pragma omp parallel for schedule(static) if (size >= HUGE_PAGE)
+    for (size_t first = 0; first < size; first += HUGE_PAGE)
+        memset((char*)p + first, value, size_min(HUGE_PAGE, size - first));
     return cudaSuccess;
 }
 

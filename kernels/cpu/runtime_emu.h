@@ -251,6 +251,7 @@ static bool head_run(CUstream_st* stream)            // true: it completed
     check_op_stops();
     in_operation = false;
     if (!completed) return false;
+    rank_moved();
     stream->num_done = op->seq;
     stream->head = op->next;
     if (stream->head == nullptr) stream->tail = nullptr;
@@ -299,10 +300,10 @@ static Step step(bool may_wait)
     return Step::WAITS_FOR_RANKS;
 }
 
-[[noreturn]] static void die_hanging(const char* call)
+void stream_heads_text(char* text, int size)
 {
-    char text[2048];
-    int used = 0, size = (int)sizeof text;
+    int used = 0;
+    text[0] = '\0';
     for (CUstream_st* s = &null_stream; s != nullptr && used < size - 200; s = s->next) {
         const Op* op = s->head;
         if (op == nullptr) continue;
@@ -315,30 +316,27 @@ static Step step(bool may_wait)
                                  (unsigned long long)d->seq, d->stream->stream_idx);
         }
     }
-    emu_die("%s would never return; heads of the streams:%s", call, text);
 }
 
-static double hang_seconds(void)
+[[noreturn]] static void die_hanging(const char* call)
 {
-    const char* s = getenv("EMU_HANG_S");            // how long other ranks may keep this one waiting
-    return s != nullptr ? atof(s) : 120;
+    char text[2048];
+    stream_heads_text(text, sizeof text);
+    emu_die("%s would never return; heads of the streams:%s", call, text);
 }
 
 static void drain(CUstream_st* stream, uint64_t seq, const char* call)
 {
     if (in_operation) emu_die("%s inside of an operation", call);
-    double waiting_since = 0;
     unsigned num_tries = 0;
     while (stream->num_done < seq) {
         Step did = step(true);
         if (did == Step::NOTHING_MAY_RUN) die_hanging(call);
         if (did == Step::DID_SOMETHING) {
-            waiting_since = 0;
             num_tries = 0;
             continue;
         }
-        if (waiting_since == 0) waiting_since = wall_seconds();
-        else if (wall_seconds() - waiting_since > hang_seconds()) die_hanging(call);
+        rank_waits(call);
         wait_politely(&num_tries);
     }
     if (seq > 0) check_host_saw(stream->stream_idx, seq);

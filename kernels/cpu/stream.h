@@ -17,6 +17,9 @@ void stream_enqueue(cudaStream_t stream, const char* name, const StreamOpKind* k
 void stream_drain_all(void);          // not counted as a host synchronisation
 #ifdef DEVICE_EMU
 bool stream_step(void);               // one operation, anywhere; false: none could be completed now
+void stream_heads_text(char* text, int size);   // what each stream is at
+void rank_moved(void);                // this rank has got on
+void rank_waits(const char* call);    // it has looked in vain for what other ranks do; ends the program when all do
 #endif
 void wait_politely(unsigned* num_tries);   // between two looks at what other ranks do: spin, yield, then sleep
 double wall_seconds(void);
