@@ -53,10 +53,12 @@ typedef struct Run {
     size_t num_steps;              // where the run ends
     size_t step;                   // steps done, skipped ones included
     RunLog log;
-    int *h_tokens[2], *h_targets[2];   // (B,T) pinned, one read while the other is copied
-    cudaEvent_t batch_copied[2];
+    cJSON* products;               // what tune.cuh has chosen, for run.json; null: nothing
+    int *h_tokens, *h_targets;     // (STEPS_IN_FLIGHT,G,B,T) pinned: no batch of a step waits for one to be copied
+    cudaEvent_t batch_copied[2];   // of evaluation, which has no end to wait for
     long step_page_faults[STEPS_IN_FLIGHT];
     size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
+    size_t step_waits, result_waits;   // of the host: inside steps, and for the result of the step before
     Ask ask;                       // what the ranks have agreed that a signal asks for
     bool val_due;                  // the validation of this step was cut short by it
     bool seen_skip;                // the newest result seen is a skipped step: see each before the next is begun
@@ -185,6 +187,15 @@ static size_t step_micro_steps(const Run* run, size_t step)
     return ramp_size(run->batch_ramp, step, unit, run->global_batch) / unit;
 }
 static int step_seq_len(const Run* run, size_t step) { return (int)ramp_size(run->seq_ramp, step, 8, run->T); }
+
+/* Windows that the steps before `end` use. */
+static size_t windows_before(const Run* run, size_t end)
+{
+    size_t used = 0, step = 0;
+    for (; step < end && step < run->batch_ramp.steps; step++)
+        used += step_micro_steps(run, step) * run->B * run->comm.num_ranks;
+    return used + (end - step) * run->global_batch;
+}
 
 /* The step that uses up `windows`, from step `first` on. */
 static size_t last_step(const Run* run, size_t first, size_t windows)
@@ -362,7 +373,8 @@ static void plan_run(Run* run, bool training)
     m->attention_dropout = attention_dropout(f);
     m->seed = (unsigned long long)f->seed;
     m->offloads = s->offloads && training;
-    m->walks_vocab = s->stage == 3 && m->config.num_pieces > 1;
+    bool slices_grads = s->stage == 2 && training && strcmp(f->reduce, "step") != 0;
+    m->walks_vocab = (s->stage == 3 || slices_grads) && m->config.num_pieces > 1;
     model_visits(m);
     bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
     model_resident(m, resident);
@@ -376,10 +388,8 @@ static void plan_run(Run* run, bool training)
     bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
     if (decodes) decoder_plan(&run->decoder, m, &run->plan, f->given[FLAG_prompts] ? s->B : 1, run->T);
     else if (!f->given[FLAG_export_]) model_plan(m, &run->plan, s->B, run->T, training);
-    for (int k = 0; k < 2; k++) {
-        plan_add(&run->plan, "batches", Place::HOST, &run->h_tokens[k], (size_t)s->B * run->T);
-        plan_add(&run->plan, "batches", Place::HOST, &run->h_targets[k], (size_t)s->B * run->T);
-    }
+    for (int** p : {&run->h_tokens, &run->h_targets})
+        plan_add(&run->plan, "batches", Place::HOST, p, (size_t)STEPS_IN_FLIGHT * s->G * s->B * run->T);
     size_t loader_bytes = 2 * LOADER_SLOTS * (size_t)s->B * run->T * sizeof(int);
     plan_add_bytes(&run->plan, "batches read ahead", Place::HOST, loader_bytes * (run->has_val ? 2 : 1), nullptr);
     plan_add_bytes(&run->plan, "workspace of the matrix products", Place::DEVICE, matmul_workspace_bytes(), nullptr);
