@@ -97,17 +97,16 @@ static Ceilings ceilings_measure(const Run* run)
 }
 
 // ----------------------------------------------------------------------------------------------------------- steps
-/* Tokens as text has them, a few often and most seldom: the k-th by Zipf's law, each rank its own. */
+/* Tokens as text has them, a few often and most seldom: the k-th by Zipf's law, each rank and micro-step its own. */
 static void tokens_make_up(Run* run)
 {
     const double V = run->model.config.V;
-    for (int k = 0; k < 2; k++)
-        for (int* h : {run->h_tokens[k], run->h_targets[k]})
-            for (size_t i = 0; i < (size_t)run->B * run->T; i++) {
-                const uint64_t seed = (uint64_t)run->flags->seed + (uint64_t)run->comm.rank * 4 + 2 * k;
-                const uint64_t bits = mix64(mix64(seed + (h == run->h_targets[k])) + i);
-                h[i] = (int)(pow(V, (bits >> 11) * 0x1p-53)) - 1;
-            }
+    const size_t n = (size_t)STEPS_IN_FLIGHT * run->G * run->B * run->T;
+    for (int* h : {run->h_tokens, run->h_targets})
+        for (size_t i = 0; i < n; i++) {
+            const uint64_t seed = (uint64_t)run->flags->seed + 2 * (uint64_t)run->comm.rank + (h == run->h_targets);
+            h[i] = (int)(pow(V, (mix64(mix64(seed) + i) >> 11) * 0x1p-53)) - 1;
+        }
 }
 
 static long page_faults_so_far(void)

@@ -29,26 +29,18 @@ enum class DsKind { FLAG, RULE, SAME, ONLY, UNLESS_OFF, NEVER };
 typedef struct { const char* key; DsKind kind; const char* what; DsRule* rule; const char* note; } DsKey;
 
 // ------------------------------------------------------------------------------------------------- what becomes of it
-FORMAT(2, 3) static void ds_say(DsConfig* c, const char* fmt, ...)
+FORMAT(3, 4) static void ds_note(DsConfig* c, bool refused, const char* fmt, ...)
 {
     char text[512];
     va_list args;
     va_start(args, fmt);
     vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
-    json_text_add(&c->said, "  %-56s  %s\n", c->key, text);
+    json_text_add(&c->said, "  %-56s  %s%s\n", c->key, refused ? "refused: " : "", text);
+    if (refused) json_text_add(&c->refused, "%s%s: %s", c->num_refused++ > 0 ? "; " : "", c->key, text);
 }
-
-FORMAT(2, 3) static void ds_refuse(DsConfig* c, const char* fmt, ...)
-{
-    char text[512];
-    va_list args;
-    va_start(args, fmt);
-    vsnprintf(text, sizeof text, fmt, args);
-    va_end(args);
-    ds_say(c, "refused: %s", text);
-    json_text_add(&c->refused, "%s%s: %s", c->num_refused++ > 0 ? "; " : "", c->key, text);
-}
+#define ds_say(c, ...) ds_note(c, false, __VA_ARGS__)
+#define ds_refuse(c, ...) ds_note(c, true, __VA_ARGS__)
 
 /* A value as the text that a flag takes. */
 static const char* ds_text(const cJSON* value, char (&buf)[64])

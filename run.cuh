@@ -53,10 +53,12 @@ typedef struct Run {
     size_t num_steps;              // where the run ends
     size_t step;                   // steps done, skipped ones included
     RunLog log;
-    int *h_tokens[2], *h_targets[2];   // (B,T) pinned, one read while the other is copied
-    cudaEvent_t batch_copied[2];
+    cJSON* products;               // what tune.cuh has chosen, for run.json; null: nothing
+    int *h_tokens, *h_targets;     // (STEPS_IN_FLIGHT,G,B,T) pinned: no batch of a step waits for one to be copied
+    cudaEvent_t batch_copied[2];   // of evaluation, which has no end to wait for
     long step_page_faults[STEPS_IN_FLIGHT];
     size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
+    size_t step_waits, result_waits;   // of the host: inside steps, and for the result of the step before
     Ask ask;                       // what the ranks have agreed that a signal asks for
     bool val_due;                  // the validation of this step was cut short by it
     bool seen_skip;                // the newest result seen is a skipped step: see each before the next is begun
@@ -97,16 +99,22 @@ static void batch_arithmetic(Run* run, int num_ranks)
     run->global_batch = (size_t)(B * G * R);
 }
 
-/* --elastic: the global batch of the run, from a checkpoint's state.json or from run.json, on the ranks that are here:
- * the largest micro-batch up to -b that divides a rank's share, also of what --batch-ramp begins with, and the
- * micro-steps that it takes. */
-static void batch_of_run(Run* run, const char* path)
+/* --elastic: the global batch of the run, from its checkpoint's state.json or from run.json, on the ranks that are
+ * here: the largest micro-batch up to -b that divides a rank's share, also of what --batch-ramp begins with, and the
+ * micro-steps that it takes. False if there is no such file yet. Rank 0 looks. */
+static bool batch_of_run(Run* run, const char* resume_path)
 {
     const Flags* f = run->flags;
-    cJSON* j = json_parse_file(path);
-    size_t R = (size_t)run->comm.num_ranks, fits = R, from = 0;
-    size_t batch = (size_t)json_int(j, "global_batch", 1, 1 << 30, path);
-    cJSON_Delete(j);
+    char path[4096];
+    size_t R = (size_t)run->comm.num_ranks, fits = R, from = 0, batch = 0;
+    const char *folder = resume_path[0] ? resume_path : f->out, *name = resume_path[0] ? "state.json" : "run.json";
+    if (path_exists(folder, name, path) && run->comm.rank == 0) {
+        cJSON* j = json_parse_file(path);
+        batch = (size_t)json_int(j, "global_batch", 1, 1 << 30, path);
+        cJSON_Delete(j);
+    }
+    comm_broadcast_host(&run->comm, &batch, sizeof batch);
+    if (batch == 0) return false;
     char ramp[80] = "";
     if (sscanf(f->batch_ramp, "%zu", &from) == 1)
         snprintf(ramp, sizeof ramp, ", or of %zu where --batch-ramp begins,", from);
@@ -120,6 +128,7 @@ static void batch_of_run(Run* run, const char* path)
     run->B = (int)B;
     run->G = (int)(share / B);
     run->global_batch = batch;
+    return true;
 }
 
 /* The model is a preset, or a folder with config.json. */
@@ -178,6 +187,15 @@ static size_t step_micro_steps(const Run* run, size_t step)
     return ramp_size(run->batch_ramp, step, unit, run->global_batch) / unit;
 }
 static int step_seq_len(const Run* run, size_t step) { return (int)ramp_size(run->seq_ramp, step, 8, run->T); }
+
+/* Windows that the steps before `end` use. */
+static size_t windows_before(const Run* run, size_t end)
+{
+    size_t used = 0, step = 0;
+    for (; step < end && step < run->batch_ramp.steps; step++)
+        used += step_micro_steps(run, step) * run->B * run->comm.num_ranks;
+    return used + (end - step) * run->global_batch;
+}
 
 /* The step that uses up `windows`, from step `first` on. */
 static size_t last_step(const Run* run, size_t first, size_t windows)
@@ -369,10 +387,8 @@ static void plan_run(Run* run, bool training)
     bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
     if (decodes) decoder_plan(&run->decoder, m, &run->plan, f->given[FLAG_prompts] ? s->B : 1, run->T);
     else if (!f->given[FLAG_export_]) model_plan(m, &run->plan, s->B, run->T, training);
-    for (int k = 0; k < 2; k++) {
-        plan_add(&run->plan, "batches", Place::HOST, &run->h_tokens[k], (size_t)s->B * run->T);
-        plan_add(&run->plan, "batches", Place::HOST, &run->h_targets[k], (size_t)s->B * run->T);
-    }
+    for (int** p : {&run->h_tokens, &run->h_targets})
+        plan_add(&run->plan, "batches", Place::HOST, p, (size_t)STEPS_IN_FLIGHT * s->G * s->B * run->T);
     size_t loader_bytes = 2 * LOADER_SLOTS * (size_t)s->B * run->T * sizeof(int);
     plan_add_bytes(&run->plan, "batches read ahead", Place::HOST, loader_bytes * (run->has_val ? 2 : 1), nullptr);
     plan_add_bytes(&run->plan, "workspace of the matrix products", Place::DEVICE, matmul_workspace_bytes(), nullptr);

@@ -212,6 +212,7 @@ static void record_start(Run* run, const char* version, const char* build, const
         json_add_int(j, "val_tokens", (long long)run->val_set.num_toks);
         json_add_bool(j, "model_is_here", model_is_here);
         record_arguments(j, f, model_name, is_preset, model_is_here);
+        if (run->products != nullptr) cJSON_AddItemToObject(j, "products", cJSON_Duplicate(run->products, true));
         json_write_file(path, j);
         cJSON_Delete(j);
         write_small_files(f->out, run);

@@ -22,6 +22,7 @@
 #include "generate.cuh"
 #include "run_folder.cuh"
 #include "same.cuh"
+#include "tune.cuh"
 #include "zero/init.h"
 
 #define VERSION "0.1.0"
@@ -100,7 +101,7 @@ static void print_start(Run* run, const char* model_name)
     SAY("batch   %zu sequences = %d per micro-step x %d micro-steps x %d ranks | %zu tokens per step\n",
         run->global_batch, run->B, run->G, run->comm.num_ranks, run->global_batch * run->T);
     SAY("steps   %zu = %.2f epochs | lr %.3g %s to %.3g, warm-up %zu steps | seed %lld\n", run->num_steps,
-        run->train == nullptr ? 0 : (double)run->num_steps * run->global_batch / run->train->num_windows,
+        run->train == nullptr ? 0 : (double)windows_before(run, run->num_steps) / run->train->num_windows,
         run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
     if (run->comm.rank == 0) rates_print(f, stdout);
@@ -222,33 +223,29 @@ static void print_bar(Run* run, int micro)
 }
 
 // ---------------------------------------------------------------------------------------------------------- a step
-/* The next micro-batch of `loader` to the device, T tokens of each row; returns rows that are not empty. A bench has no
- * loader: what lies there is taken again. */
-static size_t load_batch(Run* run, Loader* loader, size_t count, int T)
+/* The next micro-batch of `loader` to the device by way of the idx-th pinned place, T tokens of each row. Nobody waits:
+ * what was copied from there before must have arrived. A bench has no loader: what lies there is taken again. */
+static void load_batch(Run* run, Loader* loader, size_t idx, int T)
 {
-    int k = (int)(count & 1);
     watch_move(run->comm.watch, "a micro-batch", (size_t)run->B * run->T);
-    size_t bytes = (size_t)run->B * T * sizeof(int);
-    CUDA_CHECK(
-        cudaEventSynchronize(run->batch_copied[k])); // the copy before the last: long done unless the host is far ahead
-    size_t rows = loader != nullptr ? loader_next(loader, run->h_tokens[k], run->h_targets[k]) : (size_t)run->B;
+    size_t bytes = (size_t)run->B * T * sizeof(int), first = idx * run->B * run->T;
+    int *h_tokens = run->h_tokens + first, *h_targets = run->h_targets + first;
+    if (loader != nullptr) loader_next(loader, h_tokens, h_targets);
     OP(run->zero.compute, 0, 2.0 * bytes, run->B, T);
     for (int b = 1; b < run->B && T < run->T; b++)   // the first T of each row, one row behind the other
-        for (int* h : {run->h_tokens[k], run->h_targets[k]})
-            memmove(h + (size_t)b * T, h + (size_t)b * run->T, T * sizeof(int));
-    CUDA_CHECK(cudaMemcpyAsync(run->model.tokens, run->h_tokens[k], bytes, cudaMemcpyHostToDevice, run->zero.compute));
-    CUDA_CHECK(
-        cudaMemcpyAsync(run->model.targets, run->h_targets[k], bytes, cudaMemcpyHostToDevice, run->zero.compute));
-    CUDA_CHECK(cudaEventRecord(run->batch_copied[k], run->zero.compute));
-    return rows;
+        for (int* h : {h_tokens, h_targets}) memmove(h + (size_t)b * T, h + (size_t)b * run->T, T * sizeof(int));
+    CUDA_CHECK(cudaMemcpyAsync(run->model.tokens, h_tokens, bytes, cudaMemcpyHostToDevice, run->zero.compute));
+    CUDA_CHECK(cudaMemcpyAsync(run->model.targets, h_targets, bytes, cudaMemcpyHostToDevice, run->zero.compute));
 }
 
+/* Enqueues a step and waits for nothing: its places of batches are those of the step before the last, which has ended
+ * (finish_step). So at most STEPS_IN_FLIGHT steps are enqueued. */
 static void train_step(Run* run)
 {
     int slot = (int)(run->step % STEPS_IN_FLIGHT);
     profile_step_begin(slot);
     if (run->comm.watch != nullptr) run->comm.watch->step = run->step + 1;
-    size_t asked_before = run->comm.asked_bytes;
+    size_t asked_before = run->comm.asked_bytes, waits_before = comm_host_waits(&run->comm);
     long faults_before = page_faults();
     zero_step_begin(&run->zero);
     int G = (int)step_micro_steps(run, run->step), T = step_seq_len(run, run->step);
@@ -263,7 +260,7 @@ static void train_step(Run* run)
     run->model.drops = true;
     for (int micro = 0; micro < G; micro++) {
         phase_micro_begin();
-        load_batch(run, run->train, (size_t)micro, T);
+        load_batch(run, run->train, (size_t)(slot * run->G + micro), T);
         run->model.first_sequence = position + ((size_t)micro * run->comm.num_ranks + run->comm.rank) * run->B;
         model_train_micro(&run->model, run->B, T, dloss, micro, G);
         print_bar(run, micro);
@@ -273,6 +270,7 @@ static void train_step(Run* run)
     zero_step_ask(&run->zero, signals_take());
     zero_step_end(&run->zero, config, optimizer_config(run->flags), slot);
     run->step_asked_bytes += run->comm.asked_bytes - asked_before;
+    run->step_waits += comm_host_waits(&run->comm) - waits_before;
     run->step_page_faults[slot] = page_faults() - faults_before;
     profile_step_end();
 }
@@ -292,7 +290,8 @@ static void finish_step(Run* run, size_t step, const char* hash)
 {
     int slot = (int)((step - 1) % STEPS_IN_FLIGHT);
     double phases_ms[NUM_PHASES];
-    profile_step_wait(slot);
+    profile_step_wait(slot);           // the one wait of training: the next step is enqueued
+    run->result_waits++;
     double took_ms = profile_phases_ms(slot, phases_ms);
     const StepState* s = &run->zero.h_state[slot];
     print_step(run, s, step, slot, took_ms * 1e-3);
@@ -330,7 +329,10 @@ static EvalResult evaluate(Run* run)
     CUDA_CHECK(cudaMemsetAsync(sums, 0, 2 * sizeof(double), z->compute));
     for (size_t i = 0; i < num_batches; i++) {
         if (ask_outside_step(run) == Ask::END) return EvalResult{};
-        load_batch(run, val, i, run->T);
+        cudaEvent_t copied = run->batch_copied[i % 2];
+        CUDA_CHECK(cudaEventSynchronize(copied));                // the copy before the last
+        load_batch(run, val, i % 2, run->T);
+        CUDA_CHECK(cudaEventRecord(copied, z->compute));
         model_eval_micro(&run->model, sums, run->B, run->T);
     }
     comm_all_reduce(&run->comm, sums, 2, ncclFloat64, z->compute);
@@ -373,6 +375,7 @@ static void train(Run* run)
     const Flags* f = run->flags;
     run->on_terminal = on_terminal();
     size_t first = run->step, unread = first + 1;   // first step whose result has not been seen
+    size_t waits_before = comm_host_waits(&run->comm);
     trace_open(run);
     if (run->val_due) evaluate_and_say(run);
     while (run->step < run->num_steps && run->ask != Ask::END) {
@@ -414,6 +417,10 @@ static void train(Run* run)
         SAY("sent    %zu bytes by rank 0, asked for %zu; %zu in steps, %zu a step as planned%s\n",
             comm_sent_so_far(&run->comm), run->comm.asked_bytes, run->step_asked_bytes, wire_bytes_per_step(run),
             run->batch_ramp.steps > 0 ? " at the end of the ramp" : "");
+#ifndef DEVICE_CUDA
+    SAY("waits   of the host: %zu inside steps, %zu for a step's result, %zu others\n", run->step_waits,
+        run->result_waits, comm_host_waits(&run->comm) - waits_before - run->step_waits - run->result_waits);
+#endif
 }
 
 // --------------------------------------------------------------------------------------------------- weights, modes
@@ -442,7 +449,7 @@ static void weights_start(Run* run, const char* folder, bool from_scratch)
     size_t read_bytes;
     snprintf(file, sizeof file, "%s/state.json", folder);
     if (c->hf_text == nullptr || from_scratch) weights_init(run);
-    else if (access(file, R_OK) != 0) weights_load(&run->zero, folder, c->tied);
+    else if (!all_ranks_see(&run->comm, file)) weights_load(&run->zero, folder, c->tied);
     else if (!checkpoint_load(&run->zero, folder, c->tied, nullptr, &read_bytes, why)) die("%s", why);
 }
 
@@ -453,11 +460,11 @@ static void say_sample(Run* run)
     if ((run->comm.rank == 0 || run->setting.stage == 3) && run->tokenizer_path[0]) {
         int num_ids = run->T < 16 ? run->T : 16;   // of the first validation window, which is rank 0's
         loader_seek(run->val, 0);
-        loader_next(run->val, run->h_tokens[0], run->h_targets[0]);
-        if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens[0], num_ids * sizeof(int));
+        loader_next(run->val, run->h_tokens, run->h_targets);
+        if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens, num_ids * sizeof(int));
         SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
         JsonText heard = {};
-        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens[0], num_ids, &heard);
+        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens, num_ids, &heard);
         if (heard.text != nullptr) {
             char* valid = text_as_utf8(heard.text, heard.length);
             log_begin(&run->log);
@@ -489,11 +496,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
     if (f->plan || f->auto_) device_measure_memory(&run->device);
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
-    char told[4096];
-    bool resumes = resume_path[0] != 0, began = f->out[0] && path_exists(f->out, "run.json", told);
-    if (f->elastic && resumes) path_exists(resume_path, "state.json", told);
-    if (f->elastic && (resumes || began)) batch_of_run(run, told);
-    else batch_arithmetic(run, run->comm.num_ranks);
+    if (!f->elastic || !batch_of_run(run, resume_path)) batch_arithmetic(run, run->comm.num_ranks);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks, f->fp32_tensors);
     rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false, storage_from_flags(f)};
@@ -553,6 +556,7 @@ static void run_free(Run* run)
     token_set_close(&run->train_set);
     token_set_close(&run->val_set);
     free((void*)run->model.config.hf_text);
+    cJSON_Delete(run->products);
     matmul_free();
 }
 
@@ -594,10 +598,12 @@ void RUN_ALL(const Flags* f, Comm* comm)
         ENSURE(run->has_val, "--eval needs validation shards: no val_*.bin in %s; give --val", f->data);
         evaluate_and_say(run);
     } else if (f->bench) {
+        tune(run, resume_path);
         bench(run, ceilings, VERSION, model_name);
     } else {
         signals_begin();
         save_start(run);
+        tune(run, resume_path);
         log_start(run, VERSION, model_name);
         record_start(run, VERSION, VERSION_LINE, model_name);
         tokenizer_keep(run);
@@ -619,6 +625,10 @@ static void refuse_what_is_not_there(const Flags* f)
     if (f->fp32_tensors[0] && strcmp(f->precision, "fp32") == 0)
         die_usage("--fp32-tensors is for -p bf16 and fp16: in fp32 all tensors are; leave it out");
     rates_refuse(f);
+#ifdef DEVICE_CPU
+    if (f->tune)
+        die_usage("--tune chooses among cuBLASLt's algorithms; this build multiplies with its own: leave it out");
+#endif
     bench_refuse(f);
     if (f->given[FLAG_gpu] && !f->plan) die_usage("--gpu goes with --plan; a run takes the GPU that is here");
     if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
@@ -632,6 +642,7 @@ static void refuse_what_is_not_there(const Flags* f)
         die_usage("--min-lr %g is above the peak --lr %g: lower it", f->min_lr, f->lr);
     int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_] +
                 f->given[FLAG_choices] + f->bench;
+    if (f->tune && modes > f->bench) die_usage("--tune goes with training: leave it out");
     if (modes > 1)
         die_usage("--plan, --bench, --eval, --choices, --generate, --prompts and --export are different modes: give "
                   "one");

@@ -107,6 +107,9 @@ typedef struct {
     cublasLtMatrixLayout_t a, b, d;
     cublasLtMatmulAlgo_t algo;
     bool exists;                // cuBLASLt has the epilogue for this shape
+    const void *a_data, *b_data;    // of the newest call
+    void* d_data;
+    float beta;
 } MatmulPlan;
 
 /* What is done to D on the way out. bias: of BIAS added to each column, of BGRADA and BGRADB the result, row sums of
@@ -122,7 +125,7 @@ static const struct { cublasLtEpilogue_t kind; const char* name; } matmul_epilog
     {CUBLASLT_EPILOGUE_BGRADB, "bias gradient (B)"},
 };
 
-static constexpr int MATMUL_MAX_PLANS = 512;
+static constexpr int MATMUL_MAX_PLANS = 512, MATMUL_MAX_CHOICES = 8;
 static constexpr size_t MATMUL_WORKSPACE_BYTES = (size_t)32 << 20;
 
 static struct {
@@ -167,8 +170,11 @@ template<class T> static void matmul_preference_set(cublasLtMatmulPreference_t p
     CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value));
 }
 
-/* Asks cuBLASLt for its first choice; false if it has none for this shape and epilogue. */
-static bool matmul_plan_ask(MatmulPlan* plan)
+/* Algorithms that cuBLASLt offers for a product. */
+typedef struct { cublasLtMatmulHeuristicResult_t results[MATMUL_MAX_CHOICES]; int count; } MatmulChoices;
+
+/* Up to max_choices of them, its first choice first; none for a shape and epilogue that it does not have. */
+static void matmul_choices(const MatmulPlan* plan, MatmulChoices* choices, int max_choices)
 {
     cublasLtMatmulPreference_t preference;
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
@@ -180,15 +186,35 @@ static bool matmul_plan_ask(MatmulPlan* plan)
     matmul_preference_set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment);
     matmul_preference_set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment);
     matmul_preference_set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment);
-    cublasLtMatmulHeuristicResult_t result;
-    int num_results = 0;
+    choices->count = 0;
     cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(matmul_state.handle, plan->desc, plan->a, plan->b, plan->d,
-                                                           plan->d, preference, 1, &result, &num_results);
+                                                           plan->d, preference, max_choices, choices->results,
+                                                           &choices->count);
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
     if (status != CUBLAS_STATUS_SUCCESS && status != CUBLAS_STATUS_NOT_SUPPORTED) CUBLAS_CHECK(status);
-    if (status != CUBLAS_STATUS_SUCCESS || num_results == 0) return false;
-    plan->algo = result.algo;
-    return true;
+    if (status != CUBLAS_STATUS_SUCCESS) choices->count = 0;
+    int num_good = 0;                                       // the others carry a status of their own
+    for (int i = 0; i < choices->count; i++)
+        if (choices->results[i].state == CUBLAS_STATUS_SUCCESS) choices->results[num_good++] = choices->results[i];
+    choices->count = num_good;
+}
+
+/* Takes cuBLASLt's first choice; false if it has none. */
+static bool matmul_plan_ask(MatmulPlan* plan)
+{
+    MatmulChoices choices;
+    matmul_choices(plan, &choices, 1);
+    if (choices.count > 0) plan->algo = choices.results[0].algo;
+    return choices.count > 0;
+}
+
+/* Does this cuBLASLt take an algorithm that it, or another, once offered? */
+static bool matmul_choice_works(const MatmulPlan* plan, const cublasLtMatmulAlgo_t* algo)
+{
+    cublasLtMatmulHeuristicResult_t result;
+    return cublasLtMatmulAlgoCheck(matmul_state.handle, plan->desc, plan->a, plan->b, plan->d, plan->d, algo,
+                                   &result) == CUBLAS_STATUS_SUCCESS &&
+           result.state == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= MATMUL_WORKSPACE_BYTES;
 }
 
 static void matmul_epilogue_point(const MatmulPlan* plan, MatmulEpilogue e)
@@ -241,6 +267,15 @@ static MatmulPlan* matmul_plan_find(MatmulShape shape, MatmulEpilogue e)
     return plan;
 }
 
+/* The newest call of a plan, with its own algorithm or another. */
+static void matmul_plan_run(const MatmulPlan* plan, const cublasLtMatmulAlgo_t* algo, cudaStream_t stream)
+{
+    const float alpha = 1.0f;
+    CUBLAS_CHECK(cublasLtMatmul(matmul_state.handle, plan->desc, &alpha, plan->a_data, plan->a, plan->b_data, plan->b,
+                                &plan->beta, plan->d_data, plan->d, plan->d_data, plan->d, algo, matmul_state.workspace,
+                                MATMUL_WORKSPACE_BYTES, stream));
+}
+
 /* D = epilogue(op(A) * op(B) + beta * D). Returns false, with nothing done, if cuBLASLt does not have the epilogue. */
 template<class D> static bool matmul_lt(D* d, const floatX* a, const floatX* b, int m, int n, int k, bool transpose_a,
                                         bool transpose_b, float beta, MatmulEpilogue e, cudaStream_t stream)
@@ -251,9 +286,11 @@ template<class D> static bool matmul_lt(D* d, const floatX* a, const floatX* b, 
                                          (int)(address_bits & -address_bits)}, e);
     if (!plan->exists) return false;
     matmul_epilogue_point(plan, e);
-    const float alpha = 1.0f;
-    CUBLAS_CHECK(cublasLtMatmul(matmul_state.handle, plan->desc, &alpha, a, plan->a, b, plan->b, &beta, d, plan->d, d,
-                                plan->d, &plan->algo, matmul_state.workspace, MATMUL_WORKSPACE_BYTES, stream));
+    plan->a_data = a;
+    plan->b_data = b;
+    plan->d_data = d;
+    plan->beta = beta;
+    matmul_plan_run(plan, &plan->algo, stream);
     return true;
 }
 

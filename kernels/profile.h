@@ -128,7 +128,7 @@ template <class... T> static int op_open(const char* name, SpanKind kind, cudaSt
     span->bytes = bytes;
     span->size_names = size_names;
     const double values[] = {0.0, (double)sizes...};
-    for (size_t i = 0; i < sizeof...(sizes); i++) span->sizes[i] = values[i + 1];
+    for (int i = 0; i < (int)sizeof...(sizes); i++) span->sizes[i] = values[i + 1];
     return profile.outer;
 }
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything worth knowing on a machine with a card, within five minutes, as one table: build, op tests, trials,
-# training speed of GPT-2 124M and 1.5B, the same models in PyTorch, and what cuBLASLt and a copy give at best.
+# the steps of GPT-2 124M and 1.5B, the same models in PyTorch, and what cuBLASLt and a copy give at best.
 #   scripts/gpu_check.sh [--dry]     --dry: the same steps on the emulated device with tiny sizes, to test this script
 # A step that fails is a row that says so, and the next one runs. The logs are in build/gpu_check.
 set -uo pipefail
@@ -47,22 +47,15 @@ step() {
     return $status
 }
 
-# llm.c's shard format with random tokens of GPT-2's vocabulary.
-make_data() {
-    $python - "$logs/data/train_000000.bin" << 'PYTHON'
-import array, pathlib, random, sys
-path, num_toks, generator = pathlib.Path(sys.argv[1]), 200000, random.Random(1)
-path.parent.mkdir(parents=True, exist_ok=True)
-header = array.array("i", [20240520, 1, num_toks, 0, 50257] + [0] * 251)
-path.write_bytes(header.tobytes() + array.array("H", (generator.randrange(50257) for _ in range(num_toks))).tobytes())
-print("data written")
+# bench MODEL B T PRECISION: of --bench the median, tokens a second, and the shares of the peak and of a product.
+bench() {
+    "$program" --bench -m "$1" -b "$2" -t "$3" -n $steps -p "$4" -l 1e-4 --bench-json "$logs/bench_$1_$4.json" &&
+        $python - "$logs/bench_$1_$4.json" << 'PYTHON'
+import json, sys
+j = json.load(open(sys.argv[1]))
+print(f"bench: {j['step_ms']['median']:.2f} ms | {j['tokens_per_s']:.4g} tok/s | {100 * j['mfu']:.1f}% MFU | "
+      f"{100 * j['product_share']:.1f}% of a product")
 PYTHON
-}
-
-# train MODEL B T PRECISION: the step line of the last step, without what is not speed.
-train() {
-    "$program" -m "$1" -d $logs/data -b "$2" -t "$3" -n $steps -p "$4" --warmup 1 -l 1e-4 --sample-tokens 0 |
-        sed -E '/^step/s/ \| norm[^|]*\| lr[^|]*/ /; /^step/s/ \| eta.*//'
 }
 
 build() { make "$@" && echo "built: ${*: -1}"; }
@@ -94,7 +87,7 @@ CUDA
 
 has_torch() { $python -c 'import torch' 2> /dev/null; }
 
-export -f build make_data train sass
+export -f build bench sass
 export python logs program steps device
 
 : > $table
@@ -113,13 +106,12 @@ elif ! cuobjdump=$(find_cuobjdump); then
 else
     step "tensor cores in SASS" 120 "^[1-9][0-9]* HMMA" sass "$cuobjdump"
 fi
-step "data" 30 written make_data
 for model in "${models[@]}"; do
     read -r name B T <<< "$model"
     for precision in "${precisions[@]}"; do
         [ "$precision" = fp16 ] && continue          # as fast as bf16
         [ "$name $precision" = "gpt2-xl fp32" ] && continue
-        step "train $name B=$B T=$T $precision" 60 "^step $steps/" train "$name" "$B" "$T" "$precision"
+        step "bench $name B=$B T=$T $precision" 60 "^bench: " bench "$name" "$B" "$T" "$precision"
     done
     if [ "$device" = cuda ] && has_torch; then
         step "torch.compile $name" 120 "^torch" $python dev/torch_gpt2.py -m "$name" -b "$B" -t "$T" -n $steps

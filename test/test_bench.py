@@ -1,10 +1,12 @@
 """--bench: its figures agree with one another and with what is known of the model; --profile: a trace that Perfetto
 opens; phases in the log."""
 import json
+import subprocess
 
 import init
 import pytest
-from util import gpt2_config, llama_config, shard_write, train_gpt
+from test_cost import ROW as COST
+from util import ROOT, binary, environment, gpt2_config, llama_config, shard_write, train_gpt
 
 V, VP, C, NH, L, T, B, F = 97, 128, 32, 2, 3, 16, 2, 48
 MODELS = {"gpt2": gpt2_config(V, C, T, L=L, NH=NH), "llama": llama_config(V, C, T, L=L, NH=NH, F=F)}
@@ -139,6 +141,29 @@ def test_other_precisions(folder, tmp_path, precision, flags):
     assert j["precision"] == precision
 
 
+@pytest.mark.parametrize("family, ranks, flags", [
+    ("gpt2", 1, ["-g", 2, "--dropout", 0.1]), ("llama", 1, ["-r", "attention", "--optimizer", "muon"]),
+    ("llama", 2, ["-z", 3, "-r", 2]), ("gpt2", 2, ["-z", 2, "-g", 2, "--optimizer", "lamb"])])
+def test_as_planned(folder, tmp_path, family, ranks, flags):
+    """What launchers say of themselves is what cost.cuh says of the step."""
+    j, _ = bench(folder, tmp_path, family, *flags, ranks=ranks)
+    plan = train_gpt("--plan", "-m", folder / family, "--from-scratch", "-t", T, "-b", B, *flags, "--ranks", ranks,
+                     "-d", folder / "data")
+    planned = {}
+    for _, op, _, calls, gflop, mb in COST.findall(plan.out):
+        planned.setdefault(op, [0, 0, 0])
+        planned[op] = [x + float(y) for x, y in zip(planned[op], (calls, 1e9 * float(gflop), 1e6 * float(mb)))]
+    assert len(planned) >= 14
+    for op, (calls, flops, size) in planned.items():
+        assert total(j, "calls", op=op) == calls, op
+        assert total(j, "flops", op=op) == pytest.approx(flops, rel=1e-5), op
+        rel = 0.07 if op in ("optimizer_update", "lamb_norms") else 1e-5     # the padding of the vocabulary
+        if op != "embedding_backward":                  # rows of a token that is there twice
+            assert total(j, "bytes", op=op) == pytest.approx(size, rel=rel), op
+    small = {"load_batch", "nonfinite_find", "step_state_update", "reduce_gradients", "gather_parameters"}
+    assert {row["op"] for row in j["ops"] if row["kind"] == "compute"} - small == set(planned)
+
+
 # ---- the trace ---------------------------------------------------------------------------------------------------
 def spans_of(path):
     """{(rank, track): [(begin, end, name, kind, arguments)]}, in order; checks what a trace must be."""
@@ -270,3 +295,30 @@ def test_what_cannot_be_written_is_said_first(folder, tmp_path, ranks):
     assert "--profile: ./trace.json cannot be written: Is a directory" in run.complaint[0]
     run = train_gpt(*flags, "-d", folder / "data", "-n", 4, "--profile", 2, ok=False, ranks=ranks, cwd=tmp_path)
     assert "only 4 are left: raise -n" in run.complaint[0]
+
+
+# ---- the sweep ---------------------------------------------------------------------------------------------------
+def sweep(folder, tmp_path, *words):
+    return subprocess.run([ROOT / "scripts" / "bench.sh", "-n", "2", "-o", tmp_path / "out", *map(str, words)],
+                          env=environment(TRAIN_GPT=str(binary("cpu")), OMP_NUM_THREADS="1"), capture_output=True,
+                          text=True, timeout=120)
+
+
+def test_sweep(folder, tmp_path):
+    """A row for each, one that says why it is none, a picture, and the figures of the program in the table."""
+    run = sweep(folder, tmp_path, "-m", f"{folder}/gpt2:2:16 {folder}/llama:1:8", "-p", "fp32", "-r", "none nonsense",
+                "--", "--from-scratch", "-g", 2)
+    table = [line for line in (tmp_path / "out" / "bench.md").read_text().splitlines() if line.startswith("| ")][1:]
+    assert run.returncode == 1 and len(table) == 4
+    assert sum("failed: -r nonsense: have none" in row for row in table) == 2
+    j = json.loads((tmp_path / "out" / "gpt2_2x16_fp32_none.json").read_text())
+    assert j["grad_accum"] == 2 and j["steps"] == 2 and f"| {j['step_ms']['median']:.1f} |" in table[0]
+    assert (tmp_path / "out" / "bench.png").read_bytes()[:4] == b"\x89PNG"
+    assert f"train_gpt {j['version']} on " in run.stdout and j["date"][:10] in run.stdout
+
+
+def test_sweep_refused(folder, tmp_path):
+    run = sweep(folder, tmp_path, "-m", "gpt2")
+    assert run.returncode == 2 and "-m gpt2 is not PRESET:SEQUENCES:TOKENS" in run.stderr
+    run = sweep(folder, tmp_path, "-m", "nowhere:1:8", "-p", "fp32", "-r", "none")
+    assert run.returncode == 1 and "nothing was measured" in run.stderr and "neither a preset" in run.stderr

@@ -305,6 +305,26 @@ def test_resume_anywhere(tmp_path, device):
     assert run.series("norm") == pytest.approx(whole.series("norm"), rel=1e-5)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_hosts_without_a_shared_folder(tmp_path, stage):
+    """Each rank in a folder of its own, where -o is another for each: rank 0 writes for all, the same bytes as into a
+    shared folder, and reads for all."""
+    layout = ["-z", stage, "-b", 4, "--save-every", 2]
+    whole = train_gpt(*flags(tmp_path, 6, *layout), ranks=3, out=tmp_path / "whole")
+    apart = ["sh", "-c", 'mkdir -p host$OMPI_COMM_WORLD_RANK; cd host$OMPI_COMM_WORLD_RANK; exec "$@"', "_"]
+    for steps in (4, 6):
+        run = train_gpt(*flags(tmp_path, steps, *layout), "-o", "run", "--resume", "auto", ranks=3, wrapper=apart,
+                        cwd=tmp_path)
+        assert "-o run is not on all hosts" in run.out
+    assert "step_00000004: step 4" in run.out
+    assert not (tmp_path / "host1" / "run").exists() and not (tmp_path / "host2" / "run").exists()
+    out = tmp_path / "host0" / "run"
+    assert checkpoints(out) == ["step_00000002", "step_00000004", "step_00000006"] and not list(out.glob(".probe*"))
+    for path in out.glob("step_*/*"):
+        assert path.read_bytes() == (whole.folder / path.parent.name / path.name).read_bytes(), path
+    assert [entry["loss"] for entry in lines_of(out)] == whole.series("loss")
+
+
 # ---- the rest ---------------------------------------------------------------------------------------------------
 def test_background_and_keep(tmp_path, device):
     """A save is on disk steps after it was begun; --keep leaves the newest, --keep-every every so many steps'."""

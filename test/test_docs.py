@@ -129,7 +129,7 @@ def test_commands(place, page):
         assert kind == "sh" or not re.match(r"\./|mpirun|scripts/|make\b", block), f"fence it as sh: {block}"
         for line in block.splitlines() if kind == "sh" else []:
             command = line.split(" # ")[0].strip()
-            if re.match(r"scripts/(test|quickstart|setup|fuzz)\.sh|dev/bench_cpu\.sh", command):
+            if re.match(r"scripts/(test|quickstart|setup|fuzz|bench)\.sh|dev/bench_cpu\.sh", command):
                 run(place, f"bash -n {command.split()[0]}")         # whole suites; CI and test_quickstart run them
             elif re.match(r"\.venv/bin/python data/prepare.py kjv$", command):
                 assert run(place, command + " --out data/sets/bible") if shutil.which("bible") else True

@@ -54,6 +54,7 @@ def test_epoch(tmp_path, flags):
     windows = (3000 - 1) // 32
     assert sum(run.series("tokens")) == 32 * windows
     assert len(run.log) == 4 + -(-(windows - sum(SEQUENCES[:4])) // 8)
+    assert f"steps   {len(run.log)} = 1.01 epochs" in run.out        # 14 sequences, then 10 steps of 8, of 93
 
 
 @pytest.mark.parametrize("ramp,word", [(["--batch-ramp", "3:4"], "multiple of 2"), (["--batch-ramp", "16:4"], "to 8"),

@@ -267,6 +267,7 @@ typedef struct CheckpointLoad {
     Zero* zero;
     const char* folder;
     bool tied, weights_only;
+    bool shared, reads;     // all ranks see the folder; this one reads from it
     uint64_t* sums;         // (NUM_STATES, num_tensors) of what this rank has read, then of all
     RunState* state;
     cJSON* json;            // state.json
@@ -316,19 +317,20 @@ static void load_optimizer(CheckpointLoad* l)
     const Shard* s = z->shard;
     char path[4200], name[STATE_NAME_BYTES];
     snprintf(path, sizeof path, "%s/optimizer.safetensors", l->folder);
-    SafeTensors* files = safetensors_open(path);
+    SafeTensors* files = l->reads ? safetensors_open(path) : nullptr;
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
         for (int state = STATE_M; state < NUM_STATES; state++) {
             state_name(name, t, state);
             if (!state_is_kept(z, state, t)) continue;
-            const SafeTensor* st = safetensors_get(files, name);
-            ensure_shape(files, st, t);
+            const SafeTensor* st = l->reads ? safetensors_get(files, name) : nullptr;
+            if (l->reads) ensure_shape(files, st, t);
             watch_move(z->comm->watch, "reading a tensor", tensor_elems(t));
-            state_read(z, (StateKind)state, t, files, st,
+            state_read(z, (StateKind)state, t, files, st, l->shared,
                        &l->sums[state * s->num_tensors + tensor_first_piece(s, i)]);
         }
     }
+    if (!l->reads) return;
     l->read_bytes += files->num_read_bytes;
     safetensors_close(files);
 }
@@ -336,13 +338,13 @@ static void load_optimizer(CheckpointLoad* l)
 static void load_open(void* arg)
 {
     CheckpointLoad* l = (CheckpointLoad*)arg;
-    l->json = checkpoint_open(l->folder);
+    if (l->reads) l->json = checkpoint_open(l->folder);
 }
 
 static void load_verify(void* arg)
 {
     const CheckpointLoad* l = (const CheckpointLoad*)arg;
-    if (json_int(l->json, "format", 1, 2, l->folder) == 1) return;
+    if (!l->reads || json_int(l->json, "format", 1, 2, l->folder) == 1) return;
     const cJSON* tensors = json_object(l->json, "tensors", l->folder);
     const Shard* s = l->zero->shard;
     char name[STATE_NAME_BYTES], hex[HEX_BYTES];
@@ -365,14 +367,17 @@ static void load_verify(void* arg)
 static bool checkpoint_load(Zero* z, const char* folder, bool tied, RunState* state, size_t* read_bytes,
                             char (&why)[1024])
 {
-    CheckpointLoad l = {z, folder, tied, state == nullptr, nullptr, state, nullptr, 0};
+    const bool shared = all_ranks_see(z->comm, folder);
+    CheckpointLoad l = {z, folder, tied, state == nullptr, shared, shared || z->comm->rank == 0, nullptr, state,
+                        nullptr, 0};
     size_t num_sums = (size_t)NUM_STATES * z->shard->num_tensors;
     l.sums = (uint64_t*)malloc_checked(num_sums * sizeof *l.sums);
     memset(l.sums, 0, num_sums * sizeof *l.sums);
     bool well = comm_all_well(z->comm, attempt(load_open, &l, why), why);
     if (well) l.read_bytes = weights_read(z, folder, tied, l.sums);
     if (well && state != nullptr) {
-        load_counters(&l);
+        if (l.reads) load_counters(&l);
+        comm_broadcast_host(z->comm, state, sizeof *state);
         load_optimizer(&l);
     }
     if (well) comm_sum_host(z->comm, l.sums, num_sums);

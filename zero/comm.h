@@ -157,6 +157,7 @@ static void comm_free(Comm* c)
 static void comm_barrier(const Comm* c)
 {
     if (c->num_ranks == 1) return;
+    watch_host_call(c->watch);
     watch_collective(c->watch, "a barrier", 0);
 #ifndef NO_MPI
     MPI_Request request;
@@ -196,8 +197,25 @@ static void comm_broadcast_host(const Comm* c, void* data, size_t size_bytes, in
 #endif
 }
 
+/* From one host to another, while the other receives. */
+static void comm_send_host(const Comm* c, const void* data, size_t size_bytes, int to)
+{
+    (void)c; (void)data; (void)size_bytes; (void)to;
+#ifndef NO_MPI
+    MPI_CHECK(MPI_Send(data, (int)size_bytes, MPI_BYTE, to, 0, MPI_COMM_WORLD));
+#endif
+}
+static void comm_receive_host(const Comm* c, void* data, size_t size_bytes, int from)
+{
+    (void)c; (void)data; (void)size_bytes; (void)from;
+#ifndef NO_MPI
+    MPI_CHECK(MPI_Recv(data, (int)size_bytes, MPI_BYTE, from, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE));
+#endif
+}
+
 static double comm_max_host(const Comm* c, double x)
 {
+    watch_host_call(c->watch);
 #ifndef NO_MPI
     if (c->num_ranks > 1) MPI_CHECK(MPI_Allreduce(MPI_IN_PLACE, &x, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD));
 #else
@@ -210,6 +228,7 @@ static double comm_max_host(const Comm* c, double x)
 static void comm_sum_host(const Comm* c, uint64_t* x, size_t n)
 {
     if (c->num_ranks == 1) return;
+    watch_host_call(c->watch);
 #ifndef NO_MPI
     MPI_CHECK(MPI_Allreduce(MPI_IN_PLACE, x, (int)n, MPI_UINT64_T, MPI_SUM, MPI_COMM_WORLD));
 #else
@@ -220,11 +239,22 @@ static void comm_sum_host(const Comm* c, uint64_t* x, size_t n)
 /* all (R, size_bytes) = every rank's `own`, on rank 0. */
 static void comm_gather_host(const Comm* c, void* all, const void* own, size_t size_bytes)
 {
+    watch_host_call(c->watch);
     if (c->num_ranks == 1) memcpy(all, own, size_bytes);
 #ifndef NO_MPI
     else
         MPI_CHECK(MPI_Gather(own, (int)size_bytes, MPI_BYTE, all, (int)size_bytes, MPI_BYTE, 0, MPI_COMM_WORLD));
 #endif
+}
+
+/* How often the host has waited since the start: for its device (not counted on a GPU), and for other ranks. */
+static size_t comm_host_waits(const Comm* c)
+{
+    size_t num_waits = c->watch != nullptr ? c->watch->num_host_calls : 0;
+#ifndef DEVICE_CUDA
+    num_waits += host_sync_count();
+#endif
+    return num_waits;
 }
 
 /* The texts of all ranks, without zero bytes, one after another into rank 0's file; ferror(f) has what went wrong. */

@@ -17,7 +17,8 @@
  *
  * The host copy is whole, 12 bytes for each parameter / R, and in the plan. A ring of smaller buffers would hold the
  * optimizer up until the disk has taken nearly all; so the next update waits for a copy between memories, no more.
- * The next save waits for this one. Not handled: ranks that do not share the folder (refused at the start). */
+ * The next save waits for this one. Where not all ranks see the folder, rank 0 writes for all in WRITE: the others send
+ * it their slices, from the main thread, and training waits for that. */
 #pragma once
 #include <pthread.h>
 #include <sys/resource.h>
@@ -39,6 +40,7 @@ typedef struct Saver {
     SaverConfig config;
     Zero* zero;
     float* values[NUM_STATES];      // (P/R) pinned: this rank's slices of the states, packed
+    bool gathers;                   // not all ranks see the folder
     SavePhase phase;
     RunState state;
     char path[4096], temporary[4096];
@@ -104,14 +106,28 @@ static void save_create(Saver* s)
     safetensors_create_files(s->optimizer);
 }
 
-static void save_write(Saver* s)
+typedef struct SaveChunk {
+    const SafeTensors* files;
+    const SafeTensor* tensor;
+    size_t first, count;            // elements of the tensor
+    float* at;
+} SaveChunk;
+
+static void chunk_write(void* arg)
+{
+    const SaveChunk* k = (const SaveChunk*)arg;
+    safetensors_write_f32(k->files, k->tensor, k->first, k->count, k->at);
+}
+
+/* The slices of rank `owner`, chunk by chunk: by their owner, who sees the folder or sends them to rank 0, and if so by
+ * rank 0. False, with a sentence in `why`, if they cannot be written; they are sent to their end all the same. */
+static bool save_slices(Saver* s, int owner, char (&why)[1024])
 {
     const size_t room_bytes = 1 << 20;    // still in the cache when it is written
     const Shard* shard = s->zero->shard;
-    if (s->zero->comm->rank != 0) {
-        safetensors_open_files(s->weights);
-        safetensors_open_files(s->optimizer);
-    }
+    const Comm* c = s->zero->comm;
+    const bool own = c->rank == owner, writes = c->rank == 0 || !s->gathers;
+    bool well = true;
     char* room = (char*)aligned_alloc(SAFE_DIRECT_BYTES, room_bytes);
     ENSURE(room != nullptr, "out of host memory: %zu bytes asked for", room_bytes);
     char name[STATE_NAME_BYTES];
@@ -121,24 +137,43 @@ static void save_write(Saver* s)
         uint64_t* sums = s->sums + state * shard->num_tensors;
         const Tensor* t = &shard->tensors[t_idx];
         if (!state_is_kept(s->zero, state, t)) continue;
-        Range part = tensor_part(t, shard_slice(shard, t->unit, s->zero->comm->rank));
-        const SafeTensors* files = state == STATE_WEIGHTS ? s->weights : s->optimizer;
-        const Values values = state_saved(s, state, t, part);
+        Range part = tensor_part(t, shard_slice(shard, t->unit, owner));
+        const Values values = own ? state_saved(s, state, t, part) : Values{};
         state_name(name, t, state);
-        const SafeTensor* st = safetensors_get(files, name);
-        for (size_t done = 0, n; done < part.count; done += n) {
-            size_t first = tensor_file_place(t, part.first) + done;
-            size_t lead = (st->offset + first * sizeof(float)) % SAFE_DIRECT_BYTES;
+        SaveChunk k = {state == STATE_WEIGHTS ? s->weights : s->optimizer, nullptr, 0, 0, nullptr};
+        k.tensor = safetensors_get(k.files, name);
+        if (s->gathers) watch_move(c->watch, "a save, where rank 0 writes for all", part.count);
+        for (size_t done = 0; done < part.count; done += k.count) {
+            k.first = tensor_file_place(t, part.first) + done;
+            size_t lead = (k.tensor->offset + k.first * sizeof(float)) % SAFE_DIRECT_BYTES;
             size_t fits = (room_bytes - lead) / sizeof(float);
-            n = part.count - done < fits ? part.count - done : fits;
-            float* chunk = (float*)(room + lead);          // as in the file, so that whole pages can go directly
-            if (values.dtype == Dtype::FP32) memcpy(chunk, (const float*)values.at + done, n * sizeof(float));
-            else for (size_t k = 0; k < n; k++) chunk[k] = value_load(values, done + k);
-            sums[tensor_first_piece(shard, t_idx)] += tensor_sum(chunk, first, n);
-            safetensors_write_f32(files, st, first, n, chunk);
+            k.count = part.count - done < fits ? part.count - done : fits;
+            k.at = (float*)(room + lead);                  // as in the file, so that whole pages can go directly
+            if (!own) comm_receive_host(c, k.at, k.count * sizeof(float), owner);
+            else if (values.dtype == Dtype::FP32) memcpy(k.at, (float*)values.at + done, k.count * sizeof(float));
+            else for (size_t e = 0; e < k.count; e++) k.at[e] = value_load(values, done + e);
+            if (own) sums[tensor_first_piece(shard, t_idx)] += tensor_sum(k.at, k.first, k.count);
+            if (!writes) comm_send_host(c, k.at, k.count * sizeof(float), 0);
+            else if (well) well = attempt(chunk_write, &k, why);
         }
     }
     free(room);
+    return well;
+}
+
+static void save_write(Saver* s)
+{
+    const Comm* c = s->zero->comm;
+    char why[1024];
+    bool well = true, sees = c->rank == 0 || !s->gathers;
+    if (sees && c->rank != 0) {
+        safetensors_open_files(s->weights);
+        safetensors_open_files(s->optimizer);
+    }
+    for (int owner = 0; owner < c->num_ranks; owner++)
+        if (owner == c->rank || (s->gathers && c->rank == 0)) well = save_slices(s, owner, why) && well;
+    ENSURE(well, "%s", why);
+    if (!sees) return;
     safetensors_sync(s->weights);
     safetensors_sync(s->optimizer);
 }
@@ -162,16 +197,27 @@ static void save_phase(void* arg)
     else save_commit(s);
 }
 
-static void* saver_thread(void* arg)
+static double thread_cpu_s(void)
 {
-    Saver* s = (Saver*)arg;
-    setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 10);   // of this thread: training comes first
-    bool well = attempt(save_phase, s, s->why);
     struct timespec used;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);
-    s->thread_s += used.tv_sec + used.tv_nsec * 1e-9;
+    return used.tv_sec + used.tv_nsec * 1e-9;
+}
+
+static void* saver_run(void* arg)
+{
+    Saver* s = (Saver*)arg;
+    double before_s = thread_cpu_s();
+    bool well = attempt(save_phase, s, s->why);
+    s->thread_s += thread_cpu_s() - before_s;
     __atomic_store_n(&s->status, well ? SAVE_WELL : SAVE_FAILED, __ATOMIC_RELEASE);
     return nullptr;
+}
+
+static void* saver_thread(void* arg)
+{
+    setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 10);   // of this thread: training comes first
+    return saver_run(arg);
 }
 
 // -------------------------------------------------------------------------------------------------- the main thread
@@ -182,6 +228,10 @@ static void saver_enter(Saver* s, SavePhase phase)
     s->status = SAVE_WELL;
     if (phase == SavePhase::NONE || (phase != SavePhase::WRITE && s->zero->comm->rank != 0)) return;
     s->status = SAVE_BUSY;
+    if (phase == SavePhase::WRITE && s->gathers) {
+        saver_run(s);
+        return;
+    }
     ENSURE(pthread_create(&s->thread, nullptr, saver_thread, s) == 0, "the thread that saves cannot be started");
     s->has_thread = true;
 }
@@ -276,7 +326,7 @@ static void saver_begin(Saver* s, const RunState* state)
     s->waited_s = watch_now_s() - s->begun_s;
 }
 
-/* The folder: made by rank 0, seen by all. first_step: where the run goes on from; no later checkpoint may be there. */
+/* The folder: made by rank 0; who sees it? first_step: where the run goes on from; no later checkpoint may be there. */
 static void saver_start(Saver* s, const SaverConfig* config, size_t first_step)
 {
     const Comm* c = s->zero->comm;
@@ -284,7 +334,9 @@ static void saver_start(Saver* s, const SaverConfig* config, size_t first_step)
     s->sums = (uint64_t*)malloc_checked((size_t)NUM_STATES * s->zero->shard->num_tensors * sizeof *s->sums);
     signal(SIGXFSZ, SIG_IGN);   // a file that may not grow any more is an error of write(), not the end
     char probe[4200];
-    snprintf(probe, sizeof probe, "%s/.probe", config->out);
+    int pid = (int)getpid();                     // of rank 0, so that no other run's probe is taken for this
+    comm_broadcast_host(c, &pid, sizeof pid);
+    snprintf(probe, sizeof probe, "%s/.probe.%d", config->out, pid);
     if (c->rank == 0) {
         folder_make(config->out);
         DIR* dir = opendir(config->out);
@@ -305,10 +357,11 @@ static void saver_start(Saver* s, const SaverConfig* config, size_t first_step)
         json_write_text(probe, "", 0);
     }
     comm_barrier(c);
-    ENSURE(access(probe, F_OK) == 0, "-o %s of rank 0 is not seen by rank %d: take a folder that all hosts share",
-           config->out, c->rank);
-    comm_barrier(c);
+    s->gathers = comm_max_host(c, access(probe, F_OK) != 0) > 0;
     if (c->rank == 0) unlink(probe);
+    if (c->rank == 0 && s->gathers)
+        printf("output  -o %s is not on all hosts: rank 0 writes what the others send, and training waits for that\n",
+               config->out);
 }
 
 static void saver_free(Saver* s) { free(s->sums); }

@@ -57,10 +57,17 @@ template <Rule rule> static void unit_update(Zero* z, int u, OptimizerConfig con
 }
 
 // ------------------------------------------------------------------------------------------------------------- LAMB
+static void lamb_sums_clear(Zero* z)
+{
+    const size_t n = 2 * (size_t)z->shard->num_tensors;
+    OP_CALL("cudaMemsetAsync", z->compute, n * sizeof(double), n);
+    CUDA_CHECK(cudaMemsetAsync(z->lamb_sums, 0, n * sizeof(double), z->compute));
+}
+
 static void lamb_begin(Zero* z, OptimizerConfig config)
 {
     const Shard* s = z->shard;
-    CUDA_CHECK(cudaMemsetAsync(z->lamb_sums, 0, 2 * (size_t)s->num_tensors * sizeof(double), z->compute));
+    lamb_sums_clear(z);
     for (int u = 0; u < s->num_units; u++) {
         unit_update<Rule::LAMB_STATES>(z, u, config);
         Range slice = shard_slice(s, u, z->comm->rank), chunk;

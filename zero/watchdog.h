@@ -34,6 +34,7 @@ typedef struct Watch {
     double timeout_s;           // 0: never
     const char* volatile place; // what the main thread does
     volatile size_t elems, step;
+    size_t num_host_calls;      // in which this host waits for other ranks
     Asked asked[WATCH_ASKED];   // the newest; number k is at k % WATCH_ASKED
     volatile unsigned long long num_asked;
     const unsigned long long* volatile progress;   // (WATCH_STREAMS) the newest that is complete on each stream
@@ -65,6 +66,8 @@ static void watch_move(Watch* w, const char* place, size_t elems)
     w->elems = elems;
     w->beats[w->own].moved_s = watch_now_s();
 }
+
+static void watch_host_call(Watch* w) { if (w != nullptr) w->num_host_calls++; }
 
 static void watch_collective(Watch* w, const char* name, size_t elems)
 {

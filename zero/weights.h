@@ -2,7 +2,8 @@
  * piece by piece through one bounce buffer: no tensor is ever whole in host memory. The files are those of
  * safetensors.h, single or sharded, F32, F16 or BF16; what is written is rounded from the fp32 master where there is
  * one. q, k and v in one tensor or in three are a matter of the model's table: joined tensors lie as one matrix.
- * Not handled: ranks that do not share the folder. */
+ * A folder that not all ranks see is read by rank 0, which sends it to the others. Not handled: an export to such a
+ * folder. */
 #pragma once
 #include "../data/folder.h"
 #include "../data/safetensors.h"
@@ -72,17 +73,23 @@ static uint64_t tensor_sum(const float* values, size_t first, size_t count)
     return sum;
 }
 
-/* A state of tensor t from its file: of each rank's slice what that rank reads. Where states are not sliced, all ranks
- * get it from there, so that each byte is read once. Adds tensor_sum of what this rank has read to *sum, unless it is
- * null. */
+static bool all_ranks_see(const Comm* c, const char* path)
+{
+    return comm_max_host(c, access(path, R_OK) != 0) == 0;
+}
+
+/* A state of tensor t from its file: of each rank's slice what that rank reads, or rank 0 for it where the files are
+ * not shared. Where states are not sliced, all ranks get it from there, so that each byte is read once. Adds tensor_sum
+ * of what this rank has read to *sum, unless it is null. files and st may be null on a rank that does not read. */
 static void state_read(Zero* z, StateKind kind, const Tensor* t, const SafeTensors* files, const SafeTensor* st,
-                       uint64_t* sum)
+                       bool shared, uint64_t* sum)
 {
     const Comm* c = z->comm;
-    const bool sliced = zero_slices_states(z);
-    for (int reader = 0; reader < c->num_ranks; reader++) {
-        if (sliced && reader != c->rank) continue;
-        Range part = tensor_part(t, shard_slice(z->shard, t->unit, reader));
+    const bool sliced = zero_slices_states(z), sends = !sliced || !shared;
+    for (int owner = 0; owner < c->num_ranks; owner++) {
+        const int reader = shared ? owner : 0;
+        if (!sends && owner != c->rank) continue;
+        Range part = tensor_part(t, shard_slice(z->shard, t->unit, owner));
         for (size_t done = 0, n; done < part.count; done += n) {
             n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
             size_t first = tensor_file_place(t, part.first) + done;
@@ -90,8 +97,9 @@ static void state_read(Zero* z, StateKind kind, const Tensor* t, const SafeTenso
                 safetensors_read_f32(files, st, first, n, z->bounce);
                 if (sum != nullptr) *sum += tensor_sum(z->bounce, first, n);
             }
-            if (!sliced) comm_broadcast_host(c, z->bounce, n * sizeof(float), reader);
-            zero_state_from_host(z, kind, t->unit, part.first + done, n, z->bounce);
+            if (sends) comm_broadcast_host(c, z->bounce, n * sizeof(float), reader);
+            if (!sliced || owner == c->rank)
+                zero_state_from_host(z, kind, t->unit, part.first + done, n, z->bounce);
         }
     }
 }
@@ -102,15 +110,18 @@ static void state_read(Zero* z, StateKind kind, const Tensor* t, const SafeTenso
 static size_t weights_read(Zero* z, const char* folder, bool tied, uint64_t* sums)
 {
     const Shard* s = z->shard;
-    SafeTensors* files = safetensors_open(folder);
+    const bool shared = all_ranks_see(z->comm, folder), reads = shared || z->comm->rank == 0;
+    SafeTensors* files = reads ? safetensors_open(folder) : nullptr;
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
-        const SafeTensor* st = find_weight(files, t->name);
-        ENSURE(st != nullptr, "%s: has no tensor %s, which config.json asks for", files->path, t->name);
-        ensure_shape(files, st, t);
+        const SafeTensor* st = reads ? find_weight(files, t->name) : nullptr;
+        ENSURE(st != nullptr || !reads, "%s: has no tensor %s, which config.json asks for", folder, t->name);
+        if (reads) ensure_shape(files, st, t);
         watch_move(z->comm->watch, "reading a tensor", tensor_elems(t));
-        state_read(z, STATE_WEIGHTS, t, files, st, sums != nullptr ? &sums[tensor_first_piece(s, i)] : nullptr);
+        state_read(z, STATE_WEIGHTS, t, files, st, shared,
+                   sums != nullptr ? &sums[tensor_first_piece(s, i)] : nullptr);
     }
+    if (!reads) return 0;
     for (size_t i = 0; i < files->num_tensors; i++) {
         const char* name = files->tensors[i].name;
         bool known = weight_is_ignored(name, tied);

@@ -4,7 +4,9 @@
  * Row or column order, transposes, strided batches, and the epilogues BIAS, GELU, their AUX forms, DGELU and the bias
  * gradients BGRADA, BGRADB, DGELU_BGRAD. What a GPU would refuse is CUBLAS_STATUS_NOT_SUPPORTED from the heuristic, so
  * that fall-backs run; what only this file does not know ends the program by name.
- * EMU_NO_EPILOGUE=1 lets the heuristic refuse every fused epilogue. */
+ * EMU_NO_EPILOGUE=1 lets the heuristic refuse every fused epilogue.
+ * It offers four algorithms for each product: the sums over k in 1, 2, 4 or 8 stretches, one after another, so that
+ * their bits differ. EMU_FAST_ALGO=0..3 makes the others slow. */
 #include <cblas.h>
 #include <cmath>
 #include <cublasLt.h>
@@ -12,6 +14,7 @@
 #include <cuda_fp16.h>
 #include "emu_check.h"
 #include "stream.h"
+#include <unistd.h>
 
 extern "C" void openblas_set_num_threads(int num_threads);
 
@@ -36,6 +39,9 @@ static_assert(sizeof(Desc) <= sizeof(cublasLtMatmulDescOpaque_t), "Desc must fit
 static_assert(sizeof(Layout) <= sizeof(cublasLtMatrixLayoutOpaque_t), "Layout must fit into the opaque struct");
 
 static const uint64_t WANTED_WORKSPACE_BYTES = 64 << 10;   // so that a missing or shared workspace shows
+
+struct Algo { uint64_t workspace_bytes, idx, mark; };       // lies in the opaque 64 bytes
+static const uint64_t NUM_ALGOS = 4, ALGO_MARK = 0x616c676f;
 
 /* ---- elements */
 
@@ -88,6 +94,7 @@ struct Matmul {
     size_t workspace_bytes;
     float alpha, beta;
     size_t m, n, k;
+    uint64_t algo_idx;
 };
 
 static bool has_bias(uint32_t e) { return e < 256 && (e & 4) != 0; }
@@ -153,9 +160,15 @@ static void matmul_one(const Matmul* mm, int batch)
                                : (float*)malloc_checked(mm->m * mm->n * sizeof(float));
     if (mm->beta == 0) memset(out, 0, mm->m * mm->n * sizeof(float));
     openblas_set_num_threads(1);   // for the same bits; each time, since it takes OpenMP's number when that changes
-    cblas_sgemm(CblasColMajor, desc->trans_a ? CblasTrans : CblasNoTrans, desc->trans_b ? CblasTrans : CblasNoTrans,
-                (int)mm->m, (int)mm->n, (int)mm->k, mm->alpha, a, (int)mm->a_layout.rows, b, (int)mm->b_layout.rows,
-                mm->beta, out, (int)mm->m);
+    size_t num_parts = size_min((size_t)1 << mm->algo_idx, mm->k);
+    for (size_t part = 0; part < num_parts; part++) {
+        size_t first = mm->k * part / num_parts, k = mm->k * (part + 1) / num_parts - first;
+        const float* a_part = a + (desc->trans_a ? first : first * mm->a_layout.rows);
+        const float* b_part = b + (desc->trans_b ? first * mm->b_layout.rows : first);
+        cblas_sgemm(CblasColMajor, desc->trans_a ? CblasTrans : CblasNoTrans, desc->trans_b ? CblasTrans : CblasNoTrans,
+                    (int)mm->m, (int)mm->n, (int)k, mm->alpha, a_part, (int)mm->a_layout.rows, b_part,
+                    (int)mm->b_layout.rows, part == 0 ? mm->beta : 1, out, (int)mm->m);
+    }
     epilogue_apply(mm, out, batch);
     if (has_bias_gradient(desc->epilogue)) bias_gradient(mm, a, b, out, batch);
     const Layout* dl = &mm->d_layout;
@@ -209,6 +222,8 @@ static void matmul_touch(const Matmul* mm)
 static bool matmul_run(void* arg)
 {
     const Matmul* mm = (const Matmul*)arg;
+    const char* fast = getenv("EMU_FAST_ALGO");
+    if (fast != nullptr && (uint64_t)atoi(fast) != mm->algo_idx) usleep(500);
     matmul_touch(mm);
     if (mm->workspace_bytes > 0) memset(mm->workspace, EMU_FILL_BYTE, mm->workspace_bytes);
     for (int batch = 0; batch < mm->d_layout.batch_count; batch++) matmul_one(mm, batch);
@@ -418,7 +433,7 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t h
     Preference* preference = (Preference*)handle;
     if (attr == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES)
         attribute_read(&preference->max_workspace_bytes, 8, buf, size, "cublasLtMatmulPreferenceSetAttribute", attr);
-    return CUBLAS_STATUS_SUCCESS;                    // the others only choose among algorithms, and here is one
+    return CUBLAS_STATUS_SUCCESS;                    // the others only rule out algorithms, and none of these
 }
 
 cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a,
@@ -433,13 +448,32 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
     cublasStatus_t status = matmul_status(&mm);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
     uint64_t max_bytes = ((const Preference*)preference)->max_workspace_bytes;
-    memset(results, 0, sizeof *results);
-    results->workspaceSize = size_min(max_bytes, WANTED_WORKSPACE_BYTES);
-    results->algo.data[0] = results->workspaceSize;
-    results->state = CUBLAS_STATUS_SUCCESS;
-    results->wavesCount = 1;
-    *num_found = 1;
+    *num_found = (int)size_min(NUM_ALGOS, (size_t)num_asked);
+    memset(results, 0, (size_t)*num_found * sizeof *results);
+    for (int i = 0; i < *num_found; i++) {
+        Algo algo = {size_min(max_bytes, WANTED_WORKSPACE_BYTES), (uint64_t)i, ALGO_MARK};
+        memcpy(&results[i].algo, &algo, sizeof algo);
+        results[i].workspaceSize = algo.workspace_bytes;
+        results[i].state = CUBLAS_STATUS_SUCCESS;
+        results[i].wavesCount = 1;
+    }
     return CUBLAS_STATUS_SUCCESS;
+}
+
+static bool algo_is_ours(const Algo* algo) { return algo->mark == ALGO_MARK && algo->idx < NUM_ALGOS; }
+
+cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a,
+                                       cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+                                       const cublasLtMatmulAlgo_t* algo, cublasLtMatmulHeuristicResult_t* result)
+{
+    Matmul mm;
+    matmul_fill(&mm, desc, a, b, c, d);
+    const Algo* known = (const Algo*)algo;
+    memset(result, 0, sizeof *result);
+    result->algo = *algo;
+    result->workspaceSize = known->workspace_bytes;
+    result->state = algo_is_ours(known) ? matmul_status(&mm) : CUBLAS_STATUS_NOT_SUPPORTED;
+    return result->state;
 }
 
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const void* alpha, const void* A,
@@ -457,8 +491,11 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const
     mm->alpha = *(const float*)alpha;
     mm->beta = *(const float*)beta;
     mm->workspace = workspace;
-    mm->workspace_bytes = algo != nullptr ? algo->data[0] : 0;
+    const Algo* known = (const Algo*)algo;
+    mm->workspace_bytes = algo != nullptr ? known->workspace_bytes : 0;
+    mm->algo_idx = algo != nullptr ? known->idx : 0;
     cublasStatus_t status = matmul_status(mm);
+    if (algo != nullptr && !algo_is_ours(known)) status = CUBLAS_STATUS_INVALID_VALUE;
     if (mm->workspace_bytes > workspace_bytes) status = CUBLAS_STATUS_INVALID_VALUE;
     if (status != CUBLAS_STATUS_SUCCESS) {
         free(mm);

@@ -180,7 +180,7 @@ static void fuzz_state(const char* text, size_t length)
     cJSON_Delete(json);
     RunState state;
     uint64_t* sums = (uint64_t*)calloc(NUM_STATES * (size_t)tiny.shard->num_tensors, sizeof *sums);
-    CheckpointLoad load = {&tiny, folder, true, false, sums, &state, nullptr, 0};
+    CheckpointLoad load = {&tiny, folder, true, false, true, true, sums, &state, nullptr, 0};
     load_open(&load);
     load_counters(&load);
     load_verify(&load);
@@ -270,7 +270,7 @@ static void tiny_make()
     static Shard shard;
     static Comm comm;
     config_preset(&config, "d1", 256, 8);
-    model_tensors(&shard, &config, 1);
+    model_tensors(&shard, &config, 1, "");
     comm.num_ranks = 1;
     tiny.shard = &shard;
     tiny.comm = &comm;
