@@ -12,6 +12,8 @@
  *   safetensors_create_files(st)                   one rank: files at full length, headers, index
  *   safetensors_open_files(st)                     the others, after a barrier
  *   safetensors_write_f32 / _bytes(st, t, first_elem, num_elems, src)      any rank, any range, in any order
+ *                                                  where src lies in a page as the range does in the file, whole
+ *                                                  pages go past the page cache
  *   safetensors_sync(st)                           to the disk; then safetensors_close
  *
  * A file is

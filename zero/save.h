@@ -119,8 +119,9 @@ static void chunk_write(void* arg)
     safetensors_write_f32(k->files, k->tensor, k->first, k->count, k->at);
 }
 
-/* The slices of rank `owner`, chunk by chunk: by their owner, who sees the folder or sends them to rank 0, and if so by
- * rank 0. False, with a sentence in `why`, if they cannot be written; they are sent to their end all the same. */
+/* The slices of rank `owner`, chunk by chunk. Their owner writes them; where it does not see the folder, it sends them,
+ * and rank 0, which is here too then, writes. False, with a sentence in `why`, if they cannot be written: the rest is
+ * sent all the same, so that nobody waits for ever. */
 static bool save_slices(Saver* s, int owner, char (&why)[1024])
 {
     const size_t room_bytes = 1 << 20;    // still in the cache when it is written

@@ -332,7 +332,7 @@ static int gemm_num_cuts(int num_panels, int M, int num_threads)
 {
     if (num_panels < 4 * num_threads) return gemm_min(4, gemm_div_up(M, GEMM_STRIP));
     const bool uneven = num_panels % num_threads != 0 && num_panels < 16 * num_threads;
-    return uneven && M >= 1024 ? 2 : 1;
+    return uneven && M >= 512 ? 2 : 1;              // each cut packs B again: with fewer rows that costs more
 }
 
 /* C (M,N) = A * B, + C (accumulate) or + bias in every row (or null). Called by one thread; works with all. */
