@@ -161,7 +161,7 @@ ROWS = [
     usage("--gpu goes with --plan; a run takes the GPU that is here", "--gpu", "h100"),
     usage("--ranks goes with --plan; a run takes its ranks from mpirun -np", "--ranks", 4),
     usage("-n and --epochs both say where the run ends: give one", "-n", 2, "--epochs", 1),
-    usage("--plan, --eval, --choices, --generate, --prompts and --export are different modes: give one",
+    usage("--plan, --bench, --eval, --choices, --generate, --prompts and --export are different modes: give one",
           "--plan", "--eval"),
     usage("--elastic goes with --resume: it keeps a checkpoint's batch", "--elastic"),
     usage("--save-every needs -o FOLDER to save to", "--save-every", 2),
