@@ -20,7 +20,7 @@ enum { HOST_GPUS = 8 };
 
 typedef struct StepTime { double forward_s, backward_s, update_s, wire_s, exposed_s, step_s; } StepTime;
 
- * with 256 rows and with 1024, of attention with sequences of 64 and 1024; between them on a logarithmic scale. Kernels
+/* Of the CPU's operations by how their names begin: what is reached of the peak (with flops) or of the bandwidth,
  * with 256 rows and with 1024, of attention with sequences of 64 and 1024; between them on a logarithmic scale. Kernels
  * by themselves, in dev/LOG.md: "A step on paper", of attention "CPU steps against the floor, at four shapes". */
 static const struct { const char* begins; double few, many; } cpu_rates[] = {
