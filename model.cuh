@@ -198,6 +198,7 @@ static void tensors_keep_fp32(Tensor* tensors, int num_tensors, const char* list
 {
     char *items = strdup(list), *rest;
     ENSURE(items != nullptr, "out of memory");
+    if (strspn(list, ",") == strlen(list)) die_usage("--fp32-tensors '%s': names no tensor", list);
     for (char* item = strtok_r(items, ",", &rest); item != nullptr; item = strtok_r(nullptr, ",", &rest)) {
         int num_fit = 0;
         for (Tensor* t = tensors; t < tensors + num_tensors; t++) {
@@ -281,7 +282,7 @@ typedef struct Model {
     Config config;
     Shard shard;
     Zero* zero;
-    bool walks_vocab;         // stage 3: the pieces of wte and head are gathered one after another, and released
+    bool walks_vocab;         // stages 2-3: wte and head, or at stage 2 their gradients, are there piece by piece
     Recompute recompute;
     int segment_layers;       // BLOCKS
     bool offloads;            // BLOCKS: the inputs of the segments lie in host memory, two of them on the device

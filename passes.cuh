@@ -4,13 +4,14 @@
  *   model_forward      tokens -> the input of the head     head_forward, head_loss   the head, in chunks of rows
  *   model_train_micro  tokens, targets -> gradients, sums  model_eval_micro          tokens, targets -> sums
  *
- * Stage 3 with a large untied vocabulary (walks_vocab): wte and head are pieces of about a block's size that pass
- * through the ring as blocks do. The lookup takes from each piece the rows that lie in it. The head goes through its
- * pieces twice, each time over all rows: up, for the maximum and the sum of the softmax, and down again from the piece
- * that is still there, with the same logits made again, for the gradients. So nothing is gathered more often than a
- * block is, V C weights and 3 V C of their gradients' fp32 lie on no rank, and the price is a fourth product of the
- * head. The other ways: gather all pieces for each chunk of rows (N / head_rows times the bytes), or keep the logits of
- * all rows (2 N V bytes: for llama3-8b at 8192 tokens twice the head itself). */
+ * Stages 2 and 3 with a large untied vocabulary (walks_vocab): wte and head are pieces of about a block's size that
+ * pass through the ring as blocks do. The lookup takes from each piece the rows that lie in it. The head goes through
+ * its pieces twice, each time over all rows: up, for the maximum and the sum of the softmax, and down again from the
+ * piece that is still there, with the same logits made again, for the gradients. So nothing is gathered more often than
+ * a block is, V C weights and 3 V C of their gradients' fp32 lie on no rank, and the price is a fourth product of the
+ * head. At stage 2 the weights are whole, and the gradients alone go through the ring, at the same price. The other
+ * ways: gather all pieces for each chunk of rows (N / head_rows times the bytes), or keep the logits of all rows (2 N V
+ * bytes: for llama3-8b at 8192 tokens twice the head itself). */
 #pragma once
 #include "model.cuh"
 

@@ -425,7 +425,8 @@ def wide_one_rank(device, tmp_path_factory):
 
 @pytest.mark.parametrize("stage,ranks,overlap,bucket", itertools.product(*PRODUCT) if FULL else pairwise(*PRODUCT))
 def test_wide_vocabulary(tmp_path, device, wide_one_rank, stage, ranks, overlap, bucket):
-    """Grouped heads, wte and head in pieces: as one rank at stage 0, bytes as planned; at stage 3 none is whole."""
+    """Grouped heads, wte and head in pieces: as one rank at stage 0, bytes as planned. At stage 2 no gradient of theirs
+    is whole, at stage 3 no weight either."""
     if device == "emu" and (stage, overlap) != (3, 1):
         pytest.skip("all of it on the CPU")
     steps = STEPS if device == "cpu" else 2
@@ -435,6 +436,8 @@ def test_wide_vocabulary(tmp_path, device, wide_one_rank, stage, ranks, overlap,
     assert_close(run, one)
     assert run.log[-1]["val_loss"] == pytest.approx(one.log[-1]["val_loss"], rel=1e-6)
     assert_bytes_as_planned(run, ranks, steps)
+    if stage > 1:
+        assert plan_rows(run.out).get("gradients, embeddings and head", 0) == 0
     if stage == 3:                          # the final norm is: less than a twentieth of a MiB, wte alone would be 0.1
         assert plan_rows(run.out)["parameters kept whole"] == 0
 
