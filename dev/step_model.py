@@ -11,15 +11,15 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CARDS, RANKS = ["H100", "H200", "B200"], [1, 8, 64]
-# Model, tokens of a sequence, sequences of a step. The storage is that which loses nothing; one card of llama3-8b needs
-# moments in bf16 too.
-MODELS = [("gpt2", 1024, 512), ("gpt2-xl", 1024, 1024), ("llama3-8b", 8192, 128)]
+# Model, tokens of a sequence, sequences of a step, micro-batches to try. The storage is that which loses nothing; one
+# card of llama3-8b needs moments in bf16 too.
+MODELS = [("gpt2", 1024, 512, (8, 64)), ("gpt2-xl", 1024, 1024, (8, 16, 32)), ("llama3-8b", 8192, 128, (1, 2))]
 
 
-def plan(program, model, card, ranks, T, batch, storage):
+def plan(program, model, card, ranks, T, batch, micro_batches, storage):
     """(tokens a second of all cards, share of the peak, setting), or None where nothing fits."""
     best = None
-    for B in (1, 2, 4, 8, 16, 32, 64):
+    for B in micro_batches:
         if batch % (B * ranks):
             continue
         run = subprocess.run([program, "--plan", "--auto", "-m", model, "-p", "bf16", "--gpu", card,
@@ -39,14 +39,15 @@ def main():
     program = str(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build/cpu/train_gpt")
     print("| model, T | cards | " + " | ".join(CARDS) + " |")
     print("|---|---|" + "---|" * len(CARDS))
-    for model, T, batch in MODELS:
+    for model, T, batch, micro_batches in MODELS:
         for ranks in RANKS:
             cells = []
             for card in CARDS:
-                cell = plan(program, model, card, ranks, T, batch, ["--master", "split"])
+                cell = plan(program, model, card, ranks, T, batch, micro_batches, ["--master", "split"])
                 mark = ""
                 if cell is None:
-                    cell = plan(program, model, card, ranks, T, batch, ["--master", "split", "--state-dtype", "bf16"])
+                    cell = plan(program, model, card, ranks, T, batch, micro_batches,
+                                ["--master", "split", "--state-dtype", "bf16"])
                     mark = " (moments in bf16)"
                 cells.append("does not fit" if cell is None else
                              f"{cell[0] / 1e3:,.1f}k, {cell[0] / ranks / 1e3:,.1f}k each: {cell[1]}{mark}")
