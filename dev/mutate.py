@@ -66,8 +66,7 @@ SWAPS = [
 LATE = (r"(__sync(?:threads|warp)\(\);)(\s+)(?=\S)(?!#|(?:for|if|else|while|return|break|continue)\b|"
         r"\w+ \w+\[[^\]]*\];)([^;{}#]*[\[(][^;{}]*;)")
 PAGEABLE = "after a copy to pageable memory, which is complete when the call returns"
-# "file: what is mutated", or with the kind "file: what is mutated: kind", or also the place in the file where it stands
-# more than once -> why nothing can show it.
+# "file: what is mutated", or with the kind "file: what is mutated: kind" -> why nothing can show it.
 SPARED = {
     "zero/stages.h: CUDA_CHECK(cudaEventRecord(z->grad_ring_free[k], z->reduce));: event record: wrong stream":
         "at start-up: no stream has been given anything yet, so on any of them the event is complete at once",
@@ -79,17 +78,17 @@ SPARED = {
     "train_gpt.cu: CUDA_CHECK(cudaStreamSynchronize(z->compute));": PAGEABLE,
     "choices.cuh: CUDA_CHECK(cudaStreamSynchronize(stream));": PAGEABLE,
     "choices.cuh: CUDA_CHECK(cudaStreamSynchronize(m->zero->compute));": PAGEABLE,
-    "train_gpt.cu: comm_barrier_idle(&run->comm);: collective removed, place 2":
+    "zero/plan.h: CUDA_CHECK(cudaDeviceSynchronize());":
+        "a copy from pageable memory on the same stream follows, and waits for it; in --bench none does",
+    "train_gpt.cu: comm_barrier_idle(&run->comm);: collective removed":
         "ranks that have no part in a text would wait for its end in MPI_Finalize: the same, but spinning",
 }
 
 
 class Mutation:
-    def __init__(self, number, file, line, kind, before, place):
+    def __init__(self, number, file, line, kind, before):
         self.number, self.file, self.line, self.kind, self.before = number, file, line, kind, before
-        whole = f"{file}: {before}: {kind}"
-        self.spared = next((SPARED[key] for key in (f"{whole}, place {place}", whole, f"{file}: {before}")
-                            if key in SPARED), None)
+        self.spared = SPARED.get(f"{file}: {before}: {kind}", SPARED.get(f"{file}: {before}"))
 
     def __str__(self):
         return f"{self.file}:{self.line}: {self.kind}: {self.before}"
@@ -115,8 +114,7 @@ def mutate(path, found):
 
     def mutation(match, kind):
         before = " ".join(text[match.start():match.end()].split())
-        place = 1 + sum((m.file, m.before, m.kind) == (name, before, kind) for m in found)
-        found.append(Mutation(len(found) + 1, name, code.count("\n", 0, match.start()) + 1, kind, before, place))
+        found.append(Mutation(len(found) + 1, name, code.count("\n", 0, match.start()) + 1, kind, before))
         return f"mutant({found[-1].number})"
 
     def matches(pattern):
@@ -344,7 +342,7 @@ def prepare_data():
     (WORK / "wide" / "config.json").write_text(json.dumps(config))
     lines = [{"ctx": "abc", "endings": ["de", "xyz"], "label": 0}, {"ctx": "Q", "endings": ["1", "2"], "label": 1}]
     (WORK / "choices.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    lines = [{"ctx": "abcdef", "endings": ["ghijk"] * 32, "label": 0}, lines[1]] * 50    # all the work is rank 0's
+    lines = [{"ctx": "abcdef", "endings": ["ghijk"] * 4, "label": 0}, lines[1]] * 40    # all the work is rank 0's
     (WORK / "uneven.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     lines = [{"ids": [1, 6, 31]}, {"ids": [2]}, {"ids": [3, 16], "temperature": 1.0}]
     (WORK / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -434,9 +432,7 @@ TESTS = [
     Programs("a flipped bit", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 3, "--check-replicas", 1, *QUIET],
              refused=r"after step 2 rank 1 holds other parameters", TRAIN_GPT_CORRUPT_GATHER="1:15"),
     Programs("no room for one rank", "fp32", 2, ["-m", WORK / "wide", *FLAGS, "-z", 1, "-b", 1, "-n", 1, *QUIET],
-             refused=r"is not saved: .*?;", limited=True),
-    Programs("a long text", "fp32", 2, ["-m", WORK / "model", *FLAGS, *SHORT, "-z", 1, "-b", 1, "-n", 1,
-                                        "--sample-tokens", 3000], timed=True),
+             refused=r"rank 0: \S+ is not saved: .*?;", limited=True),
     Programs("long choices", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-n", 2, *QUIET],
              [*ASK[:2], *SHORT, "--choices", WORK / "uneven.jsonl", "-b", 2], timed=True),
     Programs("stage 1", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-g", 2, "-n", 2, "--check-replicas", 1, *QUIET]),

@@ -286,11 +286,11 @@ template <class P> static void layernorm_backward_launch(floatX* dinp, float* dw
                                                          const float* mean, const float* rstd, int N, int C,
                                                          cudaStream_t stream)
 {
-    constexpr int W = 16 / (int)sizeof(P);           // eight fp32 weights would not fit into the registers
+    constexpr int W = sizeof(P) > sizeof(floatX) ? 4 : VEC;   // fp32 weights beside 16 bits: 8 of each would spill
     const int num_parts = N < LAYERNORM_PARTS ? N : LAYERNORM_PARTS;
     if (is_vec(dinp, C) && is_vec(dout, C) && is_vec(inp, C) && is_vec(weight, C) && is_vec(scratch, C))
-        LAUNCH((layernorm_backward_kernel<W, P>), num_parts, layernorm_block(C, W), 0, stream, dinp, scratch, dout, inp,
-               weight, mean, rstd, N, C);
+        LAUNCH((layernorm_backward_kernel<W, P>), num_parts, layernorm_block(C, W), 0, stream, dinp, scratch, dout,
+               inp, weight, mean, rstd, N, C);
     else
         LAUNCH((layernorm_backward_kernel<1, P>), num_parts, layernorm_block(C, 1), 0, stream, dinp, scratch, dout,
                inp, weight, mean, rstd, N, C);
