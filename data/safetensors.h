@@ -352,7 +352,8 @@ static inline SafeTensors* safetensors_open(const char* path)
 static inline void safetensors_close(SafeTensors* st)
 {
     for (size_t i = 0; i < st->num_files; i++) {
-        for (int fd : {st->files[i].fd, st->files[i].direct_fd}) if (fd >= 0) close(fd);
+        if (st->files[i].fd >= 0) close(st->files[i].fd);
+        if (st->files[i].direct_fd >= 0) close(st->files[i].direct_fd);
         free(st->files[i].path);
         free(st->files[i].header);
     }
