@@ -80,8 +80,9 @@ static double wire_seconds(double rate, double bytes, double collectives)
 }
 
 /* What of the collectives the step waits for. */
-static void wire_time(StepTime* t, const Zero* z, double rate)
+static void wire_time(StepTime* t, const Model* m, double rate)
 {
+    const Zero* z = m->zero;
     WireBytes bytes = zero_wire_bytes(z);
     double G = z->num_micro_steps, grad_calls = 0, param_calls = 0;
     for (int b = 0; b < z->grad_buckets.num_buckets; b++) grad_calls += bucket_in_ring(&z->grad_buckets, b) ? G : 1;
@@ -90,7 +91,9 @@ static void wire_time(StepTime* t, const Zero* z, double rate)
     double gradients_s = wire_seconds(rate, (double)bytes.gradients, grad_calls);
     double parameters_s = wire_seconds(rate, (double)bytes.parameters, param_calls);
     double others_s = wire_seconds(rate, (double)(bytes.sums + bytes.optimizer), bytes.optimizer > 0 ? 2 : 1);
-    double last = (double)bytes.gradients * z->shard->units[0].range.count / z->shard->num_elems;
+    double last_elems = 0;                           // the embeddings, and before them what is kept in fp32
+    for (int u = 0; u <= unit_embed(&m->config); u++) last_elems += (double)z->shard->units[u].range.count;
+    double last = (double)bytes.gradients * last_elems / z->shard->num_elems;
     double last_s = fmin(gradients_s, wire_seconds(rate, last / (zero_slices_grads(z) ? G : 1), 1));
     t->wire_s = gradients_s + parameters_s + others_s;
     t->exposed_s = t->wire_s;
@@ -113,7 +116,7 @@ static StepTime step_time(const Device* d, const Model* m, const Costs* costs)
         *part_s += cost_seconds(d, m, c);
     }
     double rate = wire_rate(d, m->zero->comm->num_ranks);
-    if (rate > 0) wire_time(&t, m->zero, rate);
+    if (rate > 0) wire_time(&t, m, rate);
     t.step_s = t.forward_s + t.backward_s + t.update_s + t.exposed_s;
     return t;
 }
