@@ -342,6 +342,7 @@ static inline SafeTensors* safetensors_open(const char* path)
            "with model.safetensors or model.safetensors.index.json", path);
     cJSON* root = json_parse_file(index);
     const cJSON* weight_map = json_object(root, "weight_map", index);
+    ENSURE(weight_map->child != nullptr, "%s: \"weight_map\" names no tensor", index);
     safe_read_index_files(st, weight_map, index);
     safe_sort_and_check_names(st);
     safe_check_index(st, weight_map, index);
