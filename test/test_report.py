@@ -94,7 +94,8 @@ def test_page_in_a_browser(runs):
     want = {"Loss": ["full training", "full validation", "real training", "real validation"],
             "Gradient norm": ["full", "real"], "Learning rate": ["full", "real"], "Throughput": ["full", "real"],
             "Time of a step": ["full", "real"], "Memory of rank 0": ["full", "real"], "Loss scale": ["full"],
-            "Validation": ["full"], "Phases of a step: full": ["forward", "backward"]}
+            "Validation": ["full"], "Phases of a step: full": ["forward", "backward"],
+            "Phases of a step: real": ["data", "forward", "head", "backward", "optimizer"]}
     for title, names in want.items():
         chart = next(chart for shown, chart in charts.items() if shown.startswith(title))
         drawn = {name: length for name, length in chart["series"] if not name.endswith(" raw")}
