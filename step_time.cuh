@@ -1,5 +1,6 @@
 /* step_time.cuh: about how long a step takes: the costs of its operations (cost.cuh) at the rates that such operations
- * reach by themselves. A projection: nothing here was fitted to a step.
+ * reach by themselves. A projection. The CPU's rates are of kernels by themselves, but chosen from three sets of such
+ * measurements with steps in view: dev/LOG.md.
  *   step_time    seconds of a step of a planned run      costs_print   the same by operation
  *
  * GPU   product     flops / (product_share * peak) or its bytes, whichever is longer, + 8 us
