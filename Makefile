@@ -153,10 +153,6 @@ test:
 # What a script in dev/ measures with.
 $(BUILD)/bench_%: dev/bench_%.cpp $(BUILD)/flags
 	$(COMPILE) $(MMD) $< -o $@ $(LIBS)
-$(BUILD)/bench_%.o: dev/bench_%.cu $(BUILD)/flags
-	$(COMPILE) $(call precision,$(lastword $(filter-out fp16,$(TEST_PRECS)))) $(MMD) -c $< -o $@
-$(BUILD)/bench_%: $(BUILD)/bench_%.o $(SUPPORT_OBJS)
-	$(LINK) $^ -o $@ $(LIBS)
 
 # Registers that do not fit are spilled to memory: no kernel may. Compiles for the GPU, needs none.
 spills:

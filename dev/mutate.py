@@ -358,13 +358,13 @@ SHORT = ["--timeout", 1.5]
 
 class Programs:
     """train_gpt with one list of flags after another, in an empty folder. refused: what the last must end with; other:
-    more flags of the ranks but the first, limited: they may write no file of more than 4 MB; timed: it shows that a
-    rank that waits for work is not ended by --timeout."""
+    more flags of the ranks but the first, before: what their shell does first; timed: it shows that a rank that waits
+    for work is not ended by --timeout."""
 
-    def __init__(self, name, precision, ranks, *runs, refused=None, other=(), limited=False, timed=False, **env):
+    def __init__(self, name, precision, ranks, *runs, refused=None, other=(), before=None, timed=False, **env):
         self.name, self.precision, self.ranks, self.runs = f"{name}, {precision}", precision, ranks, runs
         self.refused, self.other, self.timed, self.env = refused, other, timed, env
-        self.wrapper = ["bash", "-c", 'ulimit -f 4500; exec "$@"', "_"] if limited else []
+        self.wrapper = ["bash", "-c", f'{before}; exec "$@"', "_"] if before else []
         self.took_s, self.seen, self.wanted = None, set(), None
 
     def attempt(self, checked, seed, folder, limit_s, **env):
@@ -432,7 +432,7 @@ TESTS = [
     Programs("a flipped bit", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 3, "--check-replicas", 1, *QUIET],
              refused=r"after step 2 rank 1 holds other parameters", TRAIN_GPT_CORRUPT_GATHER="1:15"),
     Programs("no room for one rank", "fp32", 2, ["-m", WORK / "wide", *FLAGS, "-z", 1, "-b", 1, "-n", 1, *QUIET],
-             refused=r"rank 0: \S+ is not saved: .*?;", limited=True),
+             refused=r"rank 0: \S+ is not saved: .*?;", before="ulimit -f 4500"),
     Programs("long choices", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-n", 2, *QUIET],
              [*ASK[:2], *SHORT, "--choices", WORK / "uneven.jsonl", "-b", 2], timed=True),
     Programs("stage 1", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-g", 2, "-n", 2, "--check-replicas", 1, *QUIET]),
@@ -446,6 +446,8 @@ TESTS = [
     Programs("stage 3, in order", "fp32", 2, [*TRAIN, "-z", 3, "-b", 1, "-n", 2, "-r", 2, "--deterministic", *QUIET]),
     Programs("stage 2, resumed", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 2, "--save-every", 1, *QUIET],
              [*RESUME, "-z", 2, "-b", 1, "-n", 4, *QUIET]),
+    Programs("stage 2, no shared folder", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 2, "--save-every", 1, *QUIET],
+             [*RESUME, "-z", 2, "-b", 1, "-n", 4, *QUIET], before="mkdir -p apart; cd apart"),
     Programs("offload", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-g", 2, "-n", 2, "-r", "block",
                                     "--offload", "activations", *QUIET]),
     Programs("muon", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 2, "--optimizer", "muon", *QUIET]),

@@ -187,17 +187,23 @@ def launcher_of(script):
     return int(found[0])
 
 
-def test_supervise(folder):
-    """Of three ranks one is killed: two go on with the same global batch, to the losses of an unbroken run."""
-    args = flags(folder, "-g", 4, "-n", 60, "--save-every", 10, "-z", 2, "--timeout", 20, micro_batch=1)
+def supervise_with_a_loss(folder, args, awaited, ranks_left):
+    """What is printed where one of three ranks is killed as soon as the run folder has what is awaited."""
     process = supervise(folder, 3, *args, "-o", folder / "run")
-    while not list((folder / "run").glob("step_*0")):
+    while not list((folder / "run").glob(awaited)):
         assert process.poll() is None
         time.sleep(0.01)
     os.kill(ranks_of(launcher_of(process.pid))[1], signal.SIGKILL)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0, out
-    assert "1 ranks lost" in out and "supervise: 2 ranks, from" in out and "supervise: done" in out
+    assert "1 ranks lost" in out and f"supervise: {ranks_left} ranks, from" in out and "supervise: done" in out
+    return out
+
+
+def test_supervise(folder):
+    """Of three ranks one is killed: two go on with the same global batch, to the losses of an unbroken run."""
+    args = flags(folder, "-g", 4, "-n", 60, "--save-every", 10, "-z", 2, "--timeout", 20, micro_batch=1)
+    out = supervise_with_a_loss(folder, args, "step_*0", 2)
     assert "batch   12 sequences = 1 per micro-step x 6 micro-steps x 2 ranks" in out
     unbroken = train_gpt(*args, ranks=3, out=folder / "unbroken", **ONE_THREAD)
     log = read_log(folder / "run" / "log.jsonl")
@@ -211,14 +217,7 @@ def test_supervise_ramp(folder, stops):
     the batch that the run was started with. Two, given by hand, are refused with numbers."""
     args = flags(folder, "-g", 4, "-n", 40, "--batch-ramp", "3:10", "--save-every", 30 if stops[0] == "b" else 10, "-z",
                  2, "--timeout", 20, micro_batch=1)
-    process = supervise(folder, 3, *args, "-o", folder / "run")
-    while not list((folder / "run").glob("step_*0" if stops[0] == "a" else "run.json")):
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.kill(ranks_of(launcher_of(process.pid))[1], signal.SIGKILL)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, out
-    assert "1 ranks lost" in out and "supervise: 1 ranks, from" in out and "supervise: done" in out
+    out = supervise_with_a_loss(folder, args, "step_*0" if stops[0] == "a" else "run.json", 1)
     assert out.count("batch   12 sequences") == 2
     two = train_gpt(*args, "--resume", "auto", "--elastic", ranks=2, out=folder / "run", ok=False, **ONE_THREAD)
     assert two.code == 1 and "or of 3 where --batch-ramp begins, does not divide over 2 ranks" in two.complaint[0]

@@ -44,13 +44,26 @@ static WireBytes zero_wire_bytes(const Zero* z)
     return bytes;
 }
 
+static void hash_begin(Zero* z)
+{
+    zero_params_settle(z);
+    CUDA_CHECK(cudaMemsetAsync(z->hash, 0, sizeof *z->hash, z->compute));
+}
+
+static unsigned long long hash_end(Zero* z)
+{
+    unsigned long long h_hash;
+    CUDA_CHECK(cudaMemcpyAsync(&h_hash, z->hash, sizeof h_hash, cudaMemcpyDeviceToHost, z->compute));
+    CUDA_CHECK(cudaStreamSynchronize(z->compute));
+    return h_hash;
+}
+
 /* Sum over all elements of parameters (master where there is one) and moments, by tensor, the same for every R, stage,
  * layout and storage if the values are. Synchronises. */
 static unsigned long long zero_state_hash(Zero* z)
 {
     const Shard* shard = z->shard;
-    zero_params_settle(z);
-    CUDA_CHECK(cudaMemsetAsync(z->hash, 0, sizeof *z->hash, z->compute));
+    hash_begin(z);
     for (int u = 0; u < shard->num_units; u++) {
         Range slice = shard_slice(shard, u, z->comm->rank);
         for (int t = shard->units[u].first_tensor; t < shard->units[u].first_tensor + shard->units[u].num_tensors;
@@ -65,18 +78,14 @@ static unsigned long long zero_state_hash(Zero* z)
         }
     }
     comm_all_reduce(z->comm, z->hash, 1, ncclUint64, z->compute);
-    unsigned long long h_hash;
-    CUDA_CHECK(cudaMemcpyAsync(&h_hash, z->hash, sizeof h_hash, cudaMemcpyDeviceToHost, z->compute));
-    CUDA_CHECK(cudaStreamSynchronize(z->compute));
-    return h_hash;
+    return hash_end(z);
 }
 
 /* Of what every rank must hold alike: whole parameters, and at stage 0 the moments. Synchronises. */
 static unsigned long long zero_replica_hash(Zero* z)
 {
     const Shard* shard = z->shard;
-    zero_params_settle(z);
-    CUDA_CHECK(cudaMemsetAsync(z->hash, 0, sizeof *z->hash, z->compute));
+    hash_begin(z);
     for (int u = 0; u < shard->num_units; u++) {
         Range range = shard->units[u].range;
         if (!unit_in_ring(&z->param_buckets, u))
@@ -91,8 +100,5 @@ static unsigned long long zero_replica_hash(Zero* z)
             state_hash_accumulate(z->hash, zero_unit_v(z, u), range.count - zero_v_gap(z, u, SIZE_MAX),
                                   2 * shard->num_elems + range.first, z->compute);
     }
-    unsigned long long h_hash;
-    CUDA_CHECK(cudaMemcpyAsync(&h_hash, z->hash, sizeof h_hash, cudaMemcpyDeviceToHost, z->compute));
-    CUDA_CHECK(cudaStreamSynchronize(z->compute));
-    return h_hash;
+    return hash_end(z);
 }
