@@ -274,6 +274,14 @@ def run(command, folder, limit_s, **env):
         return code, output.read()
 
 
+def parsed(text):
+    """A JSON object, empty where a mutation has made it none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}
+
+
 HANGS = "it hangs"              # which a machine that has much to do may look like: no proof
 
 
@@ -386,12 +394,11 @@ class Programs:
                         if re.match(r'val |\{"index|choices |sent ', line)]
         for path in sorted((folder / "run").rglob("*")):
             if path.name == "run.json":      # which holds the time
-                results.append(json.loads(path.read_text())["ranks"])
+                results.append(parsed(path.read_text(errors="replace")).get("ranks"))
             elif path.suffix in (".safetensors", ".json"):
                 results.append([str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()])
             if path.suffix == ".jsonl":
-                for line in path.read_text().splitlines():
-                    entry = json.loads(line)
+                for entry in map(parsed, path.read_text(errors="replace").splitlines()):
                     results.append([entry.get(k) for k in ("step", "loss", "norm", "lr", "val_loss", "state_hash")])
         return 0, output, results
 
