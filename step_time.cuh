@@ -33,11 +33,12 @@ static const struct { const char* begins; double few, many; } cpu_rates[] = {
     {"", 0.7, 0.7},                                  // norms, activations, classifier
 };
 
-static double cpu_seconds(const Device* d, const Cost* c, double N, double T)
+static double cpu_seconds(const Device* d, const Cost* c, double T)
 {
     int i = 0;
     while (strncmp(c->op, cpu_rates[i].begins, strlen(cpu_rates[i].begins)) != 0) i++;
-    double at = c->product[0] ? log2(N / 256) / 2 : log2(T / 64) / 4;
+    double rows = strcmp(c->op, "matmul_backward_weight") == 0 ? c->inner : c->rows;   // of the head: of a chunk
+    double at = c->product[0] ? log2(rows / 256) / 2 : log2(T / 64) / 4;
     double share = cpu_rates[i].few + fmin(1, fmax(0, at)) * (cpu_rates[i].many - cpu_rates[i].few);
     return c->flops > 0 ? c->flops / (share * d->peak_flops) : c->bytes / (share * d->memory_gbps * 1e9);
 }
@@ -64,7 +65,7 @@ static double cost_seconds(const Device* d, const Model* m, const Cost* c)
 {
     if (d->peak_flops <= 0 || d->memory_gbps <= 0) return 0;
     if (d->row != nullptr) return gpu_seconds(d, c, m->T, m->config.HS);
-    return cpu_seconds(d, c, (double)m->B * m->T, m->T);
+    return cpu_seconds(d, c, m->T);
 }
 
 /* Bytes that a rank sends in a second. */

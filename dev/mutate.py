@@ -461,6 +461,7 @@ TESTS = [
     Programs("lamb", "fp32", 2, [*TRAIN, "-z", 3, "-b", 1, "-n", 2, "--optimizer", "lamb", *QUIET]),
     Programs("stage 3, resumed", "bf16", 2, [*TRAIN, "-z", 3, "-b", 1, "-n", 2, "--save-every", 1, *QUIET],
              [*RESUME, "-z", 3, "-b", 1, "-n", 4, *QUIET]),
+    Programs("fp32 tensors", "bf16", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 3, "--fp32-tensors", "wte,ln_1", *QUIET]),
     Programs("asked", "fp32", 2, [*TRAIN, "-z", 3, "-b", 2, "-n", 2, "--sample-tokens", 4],
              [*ASK, "--choices", WORK / "choices.jsonl", "-b", 2],
              [*ASK, "--prompts", WORK / "prompts.jsonl", "-b", 2, "--sample-tokens", 4],
