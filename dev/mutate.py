@@ -66,6 +66,7 @@ SWAPS = [
 LATE = (r"(__sync(?:threads|warp)\(\);)(\s+)(?=\S)(?!#|(?:for|if|else|while|return|break|continue)\b|"
         r"\w+ \w+\[[^\]]*\];)([^;{}#]*[\[(][^;{}]*;)")
 PAGEABLE = "after a copy to pageable memory, which is complete when the call returns"
+TOGETHER = "ranks begin to be timed together, with nothing under way: without it only times are others"
 # "file: what is mutated", or with the kind "file: what is mutated: kind" -> why nothing can show it.
 SPARED = {
     "zero/stages.h: CUDA_CHECK(cudaEventRecord(z->grad_ring_free[k], z->reduce));: event record: wrong stream":
@@ -80,6 +81,9 @@ SPARED = {
     "choices.cuh: CUDA_CHECK(cudaStreamSynchronize(m->zero->compute));": PAGEABLE,
     "zero/plan.h: CUDA_CHECK(cudaDeviceSynchronize());":
         "a copy from pageable memory on the same stream follows, and waits for it; in --bench none does",
+    "bench.cuh: comm_barrier(&run->comm);: collective removed": TOGETHER,
+    "trace.cuh: comm_barrier(&run->comm);: collective removed": TOGETHER,
+    "trace.cuh: CUDA_CHECK(cudaDeviceSynchronize());": TOGETHER,
     "train_gpt.cu: comm_barrier_idle(&run->comm);: collective removed":
         "ranks that have no part in a text would wait for its end in MPI_Finalize: the same, but spinning",
 }
@@ -378,14 +382,16 @@ class Programs:
     def attempt(self, checked, seed, folder, limit_s, **env):
         """Exit code, output, and what must be the same."""
         program = TREE / f"build/{'check' if checked else 'emu'}/train_gpt"
-        shutil.rmtree(folder / "run", ignore_errors=True)
+        for made in "run", "cache":
+            shutil.rmtree(folder / made, ignore_errors=True)
         output, results = "", []
         for flags in self.runs:
             command = [program, *flags, "-p", self.precision]
             if self.ranks > 1:
                 others = [*self.wrapper, *command, *self.other]
                 command = ["mpirun", "-np", 1, *command, ":", "-np", self.ranks - 1, *others]
-            code, output = run(command, folder, limit_s, EMU_SEED=seed, **self.env, **env)
+            code, output = run(command, folder, limit_s, EMU_SEED=seed, XDG_CACHE_HOME=folder / "cache", **self.env,
+                               **env)
             if code == 1 and self.refused and flags is self.runs[-1]:
                 return 0, output, re.findall(self.refused, output)[:1]
             if code != 0:
@@ -395,11 +401,14 @@ class Programs:
         for path in sorted((folder / "run").rglob("*")):
             if path.name == "run.json":      # which holds the time
                 results.append(parsed(path.read_text(errors="replace")).get("ranks"))
-            elif path.suffix in (".safetensors", ".json"):
+            elif path.suffix in (".safetensors", ".json") and path.name != "trace.json":     # which is of times
                 results.append([str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()])
             if path.suffix == ".jsonl":
                 for entry in map(parsed, path.read_text(errors="replace").splitlines()):
                     results.append([entry.get(k) for k in ("step", "loss", "norm", "lr", "val_loss", "state_hash")])
+        if (folder / "run/export").exists():     # config.json says that the rest is there
+            written = [(folder / "run/export" / n).stat().st_mtime_ns for n in ("model.safetensors", "config.json")]
+            results.append(written == sorted(written))
         return 0, output, results
 
     def measure(self, folder):
@@ -454,7 +463,7 @@ TESTS = [
     Programs("stage 2, resumed", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 2, "--save-every", 1, *QUIET],
              [*RESUME, "-z", 2, "-b", 1, "-n", 4, *QUIET]),
     Programs("stage 2, no shared folder", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 2, "--save-every", 1, *QUIET],
-             [*RESUME, "-z", 2, "-b", 1, "-n", 4, *QUIET], before="mkdir -p apart; cd apart"),
+             [*RESUME, "-z", 2, "-b", 1, "-n", 4, "--elastic", *QUIET], before="mkdir -p apart; cd apart"),
     Programs("offload", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-g", 2, "-n", 2, "-r", "block",
                                     "--offload", "activations", *QUIET]),
     Programs("muon", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 2, "--optimizer", "muon", *QUIET]),
@@ -462,6 +471,11 @@ TESTS = [
     Programs("stage 3, resumed", "bf16", 2, [*TRAIN, "-z", 3, "-b", 1, "-n", 2, "--save-every", 1, *QUIET],
              [*RESUME, "-z", 3, "-b", 1, "-n", 4, *QUIET]),
     Programs("fp32 tensors", "bf16", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 3, "--fp32-tensors", "wte,ln_1", *QUIET]),
+    Programs("timed", "fp32", 2, ["-m", WORK / "model", "--from-scratch", "-t", 16, "-z", 2, "-b", 1, "-n", 2,
+                                  "--bench", "--timeout", 20]),
+    Programs("traced", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-n", 6, "--profile", 1, *QUIET]),
+    *(Programs(f"tuned, stage {stage}", "fp32", 2, [*TRAIN, "-z", stage, "-b", 1, "-n", 2, "--tune", "--optimizer",
+               "muon", *QUIET], before="export EMU_FAST_ALGO=2", EMU_FAST_ALGO=1) for stage in (0, 3)),
     Programs("asked", "fp32", 2, [*TRAIN, "-z", 3, "-b", 2, "-n", 2, "--sample-tokens", 4],
              [*ASK, "--choices", WORK / "choices.jsonl", "-b", 2],
              [*ASK, "--prompts", WORK / "prompts.jsonl", "-b", 2, "--sample-tokens", 4],
