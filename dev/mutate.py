@@ -5,7 +5,7 @@ stream wait, event record, host wait and collective of the program is removed or
   dev/mutate.py                    all; prints each mutation with what noticed it, then the survivors
   dev/mutate.py --list             the mutations, and nothing is built
   dev/mutate.py --only attention   those whose file:line or text this regular expression finds
-  dev/mutate.py --log FILE         the same into a file
+  dev/mutate.py --log FILE         the same into a file; what noticed a mutation in the one that was there goes first
 
 All mutations are compiled at once, into a copy of the tree in build/mutate: each is asked for by `if (mutant(17))`,
 and the environment says which one is on. First every test runs with none, which tells how long it takes and which
@@ -484,22 +484,35 @@ TESTS = [
 ]
 
 
-def try_mutation(mutation, folder):
-    """What became of it, and why."""
+def remembered(log):
+    """Of a log of before: what is mutated -> the test, build and seed that noticed it, which are tried first."""
+    lines = log.read_text().splitlines() if log and log.exists() else []
+    found = {}
+    for line, why in zip(lines, lines[1:]):
+        if line.startswith("noticed"):
+            found[line.split(" s  ", 1)[1]] = why.strip()
+    return found
+
+
+def try_mutation(mutation, folder, before):
+    """What became of it, and why. before: of what `remembered` gives."""
     tests = sorted((test.seconds(mutation.number), i) for i, test in enumerate(TESTS)
                    if test.seconds(mutation.number) is not None)
-    hung = None
-    for checked, seeds in ((True, CHECKED_SEEDS), (False, PLAIN_SEEDS)):
-        for _, i in tests:
-            for seed in seeds:
-                said = TESTS[i].notices(mutation.number, checked, seed, folder)
-                where = f"{TESTS[i].name}, {'checked' if checked else 'plain'}, seed {seed}: {said}"
-                if said == HANGS:
-                    hung = where
-                    break
-                if said is not None:
-                    return "noticed", where
-    return ("UNSURE", hung) if hung else ("SURVIVES", "no test fails" if tests else "no test comes by it")
+    attempts = [(f"{TESTS[i].name}, {'checked' if checked else 'plain'}, seed {seed}: ", TESTS[i], checked, seed)
+                for checked, seeds in ((True, CHECKED_SEEDS), (False, PLAIN_SEEDS)) for _, i in tests for seed in seeds]
+    attempts.sort(key=lambda attempt: not before.startswith(attempt[0]))
+    hung = {}
+    for where, test, checked, seed in attempts:
+        if (test, checked) in hung:
+            continue
+        said = test.notices(mutation.number, checked, seed, folder)
+        if said == HANGS:
+            hung[test, checked] = where + said
+        elif said is not None:
+            return "noticed", where + said
+    if hung:
+        return "UNSURE", "; ".join(hung.values())
+    return "SURVIVES", "no test fails" if tests else "no test comes by it"
 
 
 def main():
@@ -516,6 +529,7 @@ def main():
         print("\n".join(f"{m}{'  SPARED' if m.spared else ''}" for m in found
                         if re.search(options.only, str(m))))
         return 0
+    before = remembered(options.log)
     log, lock, start, thread = open(options.log or os.devnull, "w"), threading.Lock(), time.time(), threading.local()
 
     def say(text):
@@ -538,7 +552,7 @@ def main():
 
     def attempt(mutation):
         began = time.time()
-        what, why = try_mutation(mutation, folder())
+        what, why = try_mutation(mutation, folder(), before.get(str(mutation), ""))
         say(f"{what:8} {time.time() - began:5.1f} s  {mutation}\n                    {why}")
         return what
 

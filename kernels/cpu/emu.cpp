@@ -100,6 +100,7 @@ void emu_die(const char* fmt, ...)
     va_start(args, fmt);
     vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
+    check_off();
     unsigned long long seed = emu_options.seed;
     if (launch == nullptr) die("emulator: %s [seed %llu]", text, seed);
     if (emu_current < 0) die("emulator: %s [kernel %s, block (%u,%u,%u), seed %llu]", text, launch->name,

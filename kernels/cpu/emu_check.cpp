@@ -521,6 +521,9 @@ static void check_cells(Space* s, const void* p, size_t size_bytes, Access acces
 /* ---- accesses */
 
 static pthread_t main_thread = pthread_self();
+static bool is_off;
+
+void check_off(void) { is_off = true; }
 
 /* A load or store that is not in the three spaces: of the host's memory. */
 static void check_elsewhere(const void* p, const void* pc)
@@ -536,7 +539,7 @@ static void check_elsewhere(const void* p, const void* pc)
 
 static void check_access(const void* p, size_t size_bytes, Access access, unsigned flags, const void* pc)
 {
-    if (pthread_self() != main_thread) return;       // the loader's: makes no CUDA calls, what it reads is host memory
+    if (is_off || pthread_self() != main_thread) return;      // the loader reads host memory, and makes no CUDA calls
     Space* s = space_of(p);
     if (s == nullptr) {
         check_elsewhere(p, pc);
@@ -555,7 +558,7 @@ static void check_access(const void* p, size_t size_bytes, Access access, unsign
 void check_range(const void* p, size_t size_bytes, Access access, const char* name)
 {
     Space* s = space_of(p);
-    if (s == nullptr || size_bytes == 0) return;
+    if (is_off || s == nullptr || size_bytes == 0) return;
     check_cells(s, p, size_bytes, access, place_named(name, 0), 0);
     if (s == &spaces[(int)Memory::DEVICE]) count_library(p, size_bytes, access, name);
 }

@@ -41,6 +41,7 @@ void check_op_runs(int stream_idx, uint64_t seq, const char* name);
 void check_op_stops(void);
 void check_kernel(const char* name, const void* args, size_t args_bytes);   // null: it has ended
 void check_host_saw(int stream_idx, uint64_t seq);
+void check_off(void);                                // the program is ending itself, from wherever it is
 
 /* For tests: counting of requests, on and off (EMU_COUNT=1: on from the start, and a table per source line at exit). */
 void emu_count(bool on);
@@ -65,4 +66,5 @@ static inline void check_op_runs(int, uint64_t, const char*) {}
 static inline void check_op_stops(void) {}
 static inline void check_kernel(const char*, const void*, size_t) {}
 static inline void check_host_saw(int, uint64_t) {}
+static inline void check_off(void) {}
 #endif
