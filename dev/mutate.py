@@ -396,7 +396,7 @@ class Programs:
                 return 0, output, re.findall(self.refused, output)[:1]
             if code != 0:
                 return code, output, None
-            results += [re.sub(r',"first_token_ms.*', "", line) for line in output.splitlines()
+            results += [re.sub(r'(,"first_token_ms| \| [\d.]+ ms waited).*', "", line) for line in output.splitlines()
                         if re.match(r'val |\{"index|choices |sent ', line)]
         for path in sorted((folder / "run").rglob("*")):
             if path.name == "run.json":      # which holds the time
