@@ -463,7 +463,7 @@ TESTS = [
     Programs("stage 2, resumed", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 2, "--save-every", 1, *QUIET],
              [*RESUME, "-z", 2, "-b", 1, "-n", 4, *QUIET]),
     Programs("stage 2, no shared folder", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 2, "--save-every", 1, *QUIET],
-             [*RESUME, "-z", 2, "-b", 1, "-n", 4, "--elastic", *QUIET], before="mkdir -p apart; cd apart"),
+             [*RESUME, "-z", 2, "-b", 2, "-n", 4, "--elastic", *QUIET], before="mkdir -p apart; cd apart"),
     Programs("offload", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-g", 2, "-n", 2, "-r", "block",
                                     "--offload", "activations", *QUIET]),
     Programs("muon", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 2, "--optimizer", "muon", *QUIET]),
