@@ -152,7 +152,6 @@ static void tune_micro(Run* run)
         const Tensor* t = &z->shard->tensors[z->muon->tensors[i]];
         muon_tensor(z, t, whole ? muon_grad(z, t, t->first) : z->muon->whole);
     }
-    CUDA_CHECK(cudaDeviceSynchronize());
 }
 
 /* Microseconds of a product with one algorithm: the best of some rounds. */
