@@ -543,7 +543,6 @@ static void run_free(Run* run)
     comm_barrier(&run->comm);
     if (run->train != nullptr) loader_close(run->train);
     if (run->val != nullptr) loader_close(run->val);
-    CUDA_CHECK(cudaDeviceSynchronize());
     for (cudaEvent_t event : run->batch_copied) CUDA_CHECK(cudaEventDestroy(event));
     profile_free();
     saver_free(&run->saver);

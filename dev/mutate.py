@@ -364,6 +364,7 @@ FLAGS = ["--from-scratch", "-d", WORK / "data", "-t", 16, "-o", "run"]
 TRAIN = ["-m", WORK / "model", *FLAGS, "--timeout", 20, "--hash-every", 1]
 RESUME = [flag for flag in TRAIN if flag != "--from-scratch"] + ["--resume", "auto"]
 QUIET = ["--sample-tokens", 0]
+MUON = ["--optimizer", "muon"]
 ASK = ["-m", "run/step_00000002", "--timeout", 20]
 SHORT = ["--timeout", 1.5]
 
@@ -466,7 +467,7 @@ TESTS = [
              [*RESUME, "-z", 2, "-b", 2, "-n", 4, "--elastic", *QUIET], before="mkdir -p apart; cd apart"),
     Programs("offload", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-g", 2, "-n", 2, "-r", "block",
                                     "--offload", "activations", *QUIET]),
-    Programs("muon", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-n", 2, "--optimizer", "muon", *QUIET]),
+    Programs("muon", "fp32", 2, [*TRAIN, *MUON, "-z", 2, "-b", 1, "-n", 2, *QUIET]),
     Programs("lamb", "fp32", 2, [*TRAIN, "-z", 3, "-b", 1, "-n", 2, "--optimizer", "lamb", *QUIET]),
     Programs("stage 3, resumed", "bf16", 2, [*TRAIN, "-z", 3, "-b", 1, "-n", 2, "--save-every", 1, *QUIET],
              [*RESUME, "-z", 3, "-b", 1, "-n", 4, *QUIET]),
@@ -474,8 +475,9 @@ TESTS = [
     Programs("timed", "fp32", 2, ["-m", WORK / "model", "--from-scratch", "-t", 16, "-z", 2, "-b", 1, "-n", 2,
                                   "--bench", "--timeout", 20]),
     Programs("traced", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-n", 6, "--profile", 1, *QUIET]),
-    *(Programs(f"tuned, stage {stage}", "fp32", 2, [*TRAIN, "-z", stage, "-b", 1, "-n", 2, "--tune", "--optimizer",
-               "muon", *QUIET], before="export EMU_FAST_ALGO=2", EMU_FAST_ALGO=1) for stage in (0, 3)),
+    *(Programs(f"tuned, stage {stage}", "fp32", 2, [*TRAIN, *MUON, "-z", stage, "-b", 1, "-n", 2, "--tune", *QUIET],
+               [*RESUME, *MUON, "-z", stage, "-b", 1, "-n", 4, *QUIET], before="export EMU_FAST_ALGO=2",
+               EMU_FAST_ALGO=1) for stage in (0, 3)),
     Programs("asked", "fp32", 2, [*TRAIN, "-z", 3, "-b", 2, "-n", 2, "--sample-tokens", 4],
              [*ASK, "--choices", WORK / "choices.jsonl", "-b", 2],
              [*ASK, "--prompts", WORK / "prompts.jsonl", "-b", 2, "--sample-tokens", 4],
