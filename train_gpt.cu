@@ -540,7 +540,6 @@ static void run_allocate(Run* run)
 static void run_free(Run* run)
 {
     log_close(&run->log);
-    comm_barrier(&run->comm);
     if (run->train != nullptr) loader_close(run->train);
     if (run->val != nullptr) loader_close(run->val);
     for (cudaEvent_t event : run->batch_copied) CUDA_CHECK(cudaEventDestroy(event));
