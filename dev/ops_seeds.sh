@@ -6,6 +6,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 precisions=("$@")
 [ $# = 0 ] && precisions=(fp32 bf16 fp16)
+num_cores=$(nproc)                   # OMP_NUM_THREADS would change what it says
 export OP_LARGE=1 OMP_NUM_THREADS=1 logs=build/logs
 mkdir -p $logs
 make -s DEVICE=emu "${precisions[@]/#/build/emu/test_ops.}" || exit
@@ -22,7 +23,7 @@ export -f run
 {
     for seed in 0 1; do printf "check %s $seed\n" "${precisions[@]}"; done
     for seed in 0 1 2 3 4; do printf "emu %s $seed\n" "${precisions[@]}"; done
-} | xargs -P "$(nproc)" -I{} bash -c "run {}" | tee $logs/ops_seeds.out
+} | xargs -P "$num_cores" -I{} bash -c "run {}" | tee $logs/ops_seeds.out
 num_passed=$(grep -c " passed, 0 failed" $logs/ops_seeds.out) num_runs=$((7 * ${#precisions[@]}))
 echo "$num_passed passed, $((num_runs - num_passed)) failed"
 [ "$num_passed" = $num_runs ]
