@@ -44,12 +44,14 @@ static WireBytes zero_wire_bytes(const Zero* z)
     return bytes;
 }
 
+/* Parameters are in place, and the sum is 0. */
 static void hash_begin(Zero* z)
 {
     zero_params_settle(z);
     CUDA_CHECK(cudaMemsetAsync(z->hash, 0, sizeof *z->hash, z->compute));
 }
 
+/* The sum, on the host. Synchronises. */
 static unsigned long long hash_end(Zero* z)
 {
     unsigned long long h_hash;
