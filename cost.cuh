@@ -302,6 +302,27 @@ static UpdateBytes update_bytes(const Zero* z, int u)
     return UpdateBytes{none ? ELEM : 4, (none ? 2 * ELEM : 8) + copy, 2 * (double)dtype_bytes(storage.moments)};
 }
 
+/* What this rank keeps in host memory, in bytes. */
+typedef struct HostBytes { double states, gradients, parameters; } HostBytes;
+
+static HostBytes host_bytes(const Zero* z)
+{
+    HostBytes all = {};
+    for (int u = 0; u < z->shard->num_units; u++) {
+        Storage storage = unit_storage(z, u);
+        bool has_master = storage.master != FLOATX_DTYPE && !unit_is_fp32(z->shard, u);
+        double count = (double)zero_owned(z, u).count, moment = (double)dtype_bytes(storage.moments);
+        all.states += count * ((has_master ? (double)dtype_bytes(storage.master) : 0) + moment * z->optimizer->has_m);
+        all.states += (count - (double)zero_v_gap(z, u, SIZE_MAX)) * moment * z->optimizer->has_v;
+        all.gradients += count * (double)dtype_bytes(storage.grads);
+        if (unit_in_ring(&z->param_buckets, u)) all.parameters += count * ELEM;
+    }
+    if (zero_place(z, OFFLOAD_OPTIMIZER) != Place::HOST) all.states = 0;
+    if (zero_place(z, OFFLOAD_GRADIENTS) != Place::HOST) all.gradients = 0;
+    if (zero_place(z, OFFLOAD_PARAMETERS) != Place::HOST) all.parameters = 0;
+    return all;
+}
+
 /* The hidden matrices of Muon that are this rank's turn: all of them where it owns the gradients whole. */
 static void cost_muon(CostWalk* w)
 {

@@ -18,7 +18,7 @@ typedef struct DsConfig {
     cJSON* json;               // kept: flags point into its strings
     const char* key;           // being read
     int num_keys, num_refused;
-    char seq_ramp[64];         // of --seq-ramp
+    char seq_ramp[64], offload[64];   // what the flags of that name point to
     JsonText said;             // a line per key: what became of it
     JsonText notes;            // what differs from DeepSpeed
     JsonText refused;
@@ -288,12 +288,27 @@ static void ds_cos_min_ratio(DsConfig* c, const cJSON* value)
     else ds_refuse(c, "must be a number");
 }
 
+/* Three keys, and two old ones, make one flag. */
 static void ds_offload(DsConfig* c, const cJSON* value)
 {
-    char buf[64];
-    if (ds_is_off(value)) ds_say(c, "off");
-    else ds_refuse(c, "%s: parameters and optimizer states stay on the device: set device to none; --plan says what "
-                   "fits", ds_text(value, buf));
+    static const struct { const char *key, *word, *flag; } keys[] = {
+        {"activation_checkpointing.cpu_checkpointing", "true", "activations"},
+        {"zero_optimization.offload_optimizer.device", "cpu", "optimizer"},
+        {"zero_optimization.cpu_offload", "true", "optimizer"},
+        {"zero_optimization.offload_param.device", "cpu", "parameters"},
+        {"zero_optimization.cpu_offload_params", "true", "parameters"}};
+    char buf[64], list[64] = "";
+    for (const auto& k : keys) {
+        const cJSON* given = ds_value(c, k.key);
+        bool asks = given != nullptr && !ds_is_off(given);
+        if (given == value && !asks) return ds_say(c, "off");
+        if (given == value && strcmp(ds_text(value, buf), k.word) != 0)
+            return ds_refuse(c, "%s: have %s, or %s", ds_text(value, buf), k.word, k.word[0] == 'c' ? "none" : "false");
+        if (asks && strstr(list, k.flag) == nullptr)
+            snprintf(list + strlen(list), sizeof list - strlen(list), "%s%s", list[0] ? "," : "", k.flag);
+    }
+    snprintf(c->offload, sizeof c->offload, "%s", list);
+    ds_set_from_key(c, "offload", c->offload);
 }
 
 static bool ds_block_enabled(const cJSON* block) { return cJSON_IsTrue(json_get(block, "enabled")); }

@@ -143,8 +143,8 @@
     SAME("zero_optimization.enable_sanity_checks", "ranks compare their plans at the start") \
     SAME("zero_optimization.save_muon_momentum_buffer_in_memory", "a detail of DeepSpeed's code") \
     SAME("zero_optimization.leaf_module",   "a block is fetched as one") \
-    ONLY("zero_optimization.cpu_offload",   "false", "parameters and optimizer states stay on the device") \
-    ONLY("zero_optimization.cpu_offload_params", "false", "parameters and optimizer states stay on the device") \
+    RULE("zero_optimization.cpu_offload",   ds_offload, "") \
+    RULE("zero_optimization.cpu_offload_params", ds_offload, "") \
     SAME("zero_optimization.cpu_offload_use_pin_memory", "goes with cpu_offload") \
     NEVER("zero_optimization.legacy_stage1", "DeepSpeed refuses it as well") \
     NEVER("zero_optimization.zenflow",      "ZenFlow is not there") \
@@ -154,14 +154,14 @@
     SAME("zero_optimization.offload_param.buffer_size", "goes with device nvme") \
     SAME("zero_optimization.offload_param.max_in_cpu", "goes with device nvme") \
     SAME("zero_optimization.offload_param.pin_memory", "memory that is copied from and to is always pinned") \
-    RULE("zero_optimization.offload_optimizer.device", ds_offload, "") \
+    RULE("zero_optimization.offload_optimizer.device", ds_offload, "the update itself runs on the device and reaches them over the bus") \
     SAME("zero_optimization.offload_optimizer.nvme_path", "goes with device nvme") \
     SAME("zero_optimization.offload_optimizer.buffer_count", "goes with device nvme") \
     SAME("zero_optimization.offload_optimizer.pin_memory", "memory that is copied from and to is always pinned") \
     SAME("zero_optimization.offload_optimizer.pipeline_read", "goes with device nvme") \
     SAME("zero_optimization.offload_optimizer.pipeline_write", "goes with device nvme") \
     SAME("zero_optimization.offload_optimizer.fast_init", "goes with device nvme") \
-    SAME("zero_optimization.offload_optimizer.ratio", "goes with device cpu") \
+    ONLY("zero_optimization.offload_optimizer.ratio", "1", "all states are moved, or none") \
     ONLY("zero_optimization.offload_optimizer.super_offload", "false", "SuperOffload is not there") \
     SAME("zero_optimization.offload_optimizer.cpuadam_cores_perc", "goes with super_offload") \
     SAME("aio",                             "goes with device nvme") \
@@ -169,7 +169,7 @@
     ONLY("sequence_parallel_size",          "1", "a sequence is not split over ranks") \
     ONLY("use_data_before_expert_parallelism", "false", "there are no experts") \
     ONLY("activation_checkpointing.partition_activations", "false", "activations are not split over ranks") \
-    FLAG("activation_checkpointing.cpu_checkpointing", "offload=activations", "with -r block or K; the key alone recomputes nothing") \
+    RULE("activation_checkpointing.cpu_checkpointing", ds_offload, "with -r block or K; the key alone recomputes nothing") \
     SAME("activation_checkpointing.contiguous_memory_optimization", "activations always lie one after another") \
     SAME("activation_checkpointing.number_checkpoints", "-r says what the backward makes again") \
     SAME("activation_checkpointing.synchronize_checkpoint_boundary", "streams wait for events, not for the device") \

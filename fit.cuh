@@ -12,8 +12,6 @@ typedef struct Estimate {
     double copy_s, step_s;     // of activations to host memory and back; with it
 } Estimate;
 
-static const double HOST_LINK_GBPS = 25;   // of PCIe 4 with 16 lanes, one way, as measured by many
-
 static const char* recompute_name(Setting s, char (&buf)[16])
 {
     static const char* const names[] = {"none", "cheap", "mlp", "attention", "block"};
@@ -34,8 +32,8 @@ static Estimate setting_estimate(const Run* run, Setting s)
     e.device_bytes = plan_bytes(&trial->plan, Place::DEVICE);
     step_cost(&e.costs, &trial->model);
     e.time = step_time(&run->device, &trial->model, &e.costs);
-    if (e.time.step_s > 0 && s.offloads)   // there and back in each micro-step
-        e.copy_s = 2.0 * s.G * (double)offload_bytes(&trial->model.inputs) / (HOST_LINK_GBPS * 1e9);
+    if (e.time.step_s > 0 && trial->model.offloads)   // there and back in each micro-step
+        e.copy_s = 2.0 * s.G * (double)offload_bytes(&trial->model.inputs) / host_rate(&run->device);
     e.step_s = run->flags->overlap ? fmax(e.time.step_s, e.copy_s) : e.time.step_s + e.copy_s;
     plan_run_free(trial);
     free(trial);
@@ -58,27 +56,32 @@ static bool lower_micro_batch(Setting* s)
     return false;
 }
 
-/* Storage that is not the default, as it is written on the command line. */
-static const char* storage_name(Storage storage, char (&buf)[48])
+/* Storage and offload that are not the default, as they are written on the command line. */
+static const char* storage_name(Setting s, char (&buf)[128])
 {
-    const char* master = storage.master == Dtype::SPLIT ? " --master split"
-                         : storage.master == Dtype::BF16 ? " --master none" : "";
-    snprintf(buf, sizeof buf, "%s%s", master, storage.moments == Dtype::BF16 ? " --state-dtype bf16" : "");
+    const char* master = s.storage.master == Dtype::SPLIT ? " --master split"
+                         : s.storage.master == Dtype::BF16 ? " --master none" : "";
+    snprintf(buf, sizeof buf, "%s%s", master, s.storage.moments == Dtype::BF16 ? " --state-dtype bf16" : "");
+    const char* before = " --offload ";
+    for (int i = 0; i < NUM_OFFLOADED; i++) {
+        if ((s.offloaded & 1u << i) == 0) continue;
+        snprintf(buf + strlen(buf), sizeof buf - strlen(buf), "%s%s", before, offloaded_names[i]);
+        before = ",";
+    }
     return buf;
 }
 
 static void rung_print(const Run* run, FILE* f, Setting s, size_t have_bytes, Estimate e)
 {
-    char level[16], storage[48];
+    char level[16], storage[128];
     fprintf(f, "  -z %d -r %-9s -b %-4d -g %-4d %12.1f MiB  %-5s%s", s.stage, recompute_name(s, level), s.B, s.G,
-            e.device_bytes / 1048576.0, e.device_bytes <= have_bytes ? "fits" : "", storage_name(s.storage, storage));
-    if (s.offloads) fprintf(f, " --offload activations");
+            e.device_bytes / 1048576.0, e.device_bytes <= have_bytes ? "fits" : "", storage_name(s, storage));
     if (e.step_s > 0) fprintf(f, "  %.3g s a step", e.step_s);
     fprintf(f, "\n");
 }
 
-/* The next rung down: a split master, stage, recomputation, micro-batch, host memory, and last what changes the
- * numbers: moments in bf16. Each keeps those before it. */
+/* The next rung down: a split master, stage, recomputation, micro-batch, host memory. Each keeps those before it, and
+ * none changes the numbers. */
 static bool rung_next(const Run* run, Setting* s)
 {
     Storage* storage = &s->storage;
@@ -89,10 +92,15 @@ static bool rung_next(const Run* run, Setting* s)
     if (s->stage < 3 && run->comm.num_ranks > 1) { s->stage++; return true; }
     if (s->recompute != Recompute::BLOCKS) { s->recompute = (Recompute)((int)s->recompute + 1); return true; }
     if (lower_micro_batch(s)) return true;
-    if (!s->offloads) { s->offloads = true; return true; }
-    bool has_fp32 = storage->moments == Dtype::FP32;
-    storage->moments = Dtype::BF16;
-    return has_fp32;
+    for (unsigned part : {OFFLOAD_OPTIMIZER, OFFLOAD_ACTIVATIONS, OFFLOAD_GRADIENTS, OFFLOAD_PARAMETERS}) {
+        Setting lower = *s;
+        lower.offloaded |= part;
+        if (part >= OFFLOAD_GRADIENTS) lower.stage = 3;      // on one rank too
+        if (lower.offloaded == s->offloaded || offload_mismatch(&lower, run->flags) != nullptr) continue;
+        *s = lower;
+        return true;
+    }
+    return false;
 }
 
 /* What to change, in order, to come below have_bytes; ends with the first that fits. */
@@ -120,25 +128,32 @@ static void setting_choose(Run* run, size_t have_bytes)
     const Flags* f = run->flags;
     Setting best = run->setting;
     double best_s = INFINITY;
+    const bool slices = run->comm.num_ranks > 1;
+    const char* mismatch = nullptr;
+    bool tried = false;
     for (int stage = 0; stage <= 3; stage++) {
-        if (f->given[FLAG_zero] ? stage != run->setting.stage : stage > 0 && run->comm.num_ranks == 1) continue;
+        if (f->given[FLAG_zero] && stage != run->setting.stage) continue;
         for (int level = 0; level <= (int)Recompute::BLOCKS; level++) {
             if (f->given[FLAG_recompute] && level != (int)run->setting.recompute) continue;
-            for (bool offloads : {false, true}) {
-                if (f->given[FLAG_offload] && offloads != run->setting.offloads) continue;
-                if (offloads && level != (int)Recompute::BLOCKS) continue;
+            for (unsigned offloaded = 0; offloaded < 1u << NUM_OFFLOADED; offloaded++) {
+                if (f->given[FLAG_offload] && offloaded != run->setting.offloaded) continue;
+                if (!f->given[FLAG_zero] && !slices && stage > 0 && offloaded < OFFLOAD_GRADIENTS) continue;
                 Setting s = run->setting;
                 s.stage = stage;
                 s.recompute = (Recompute)level;
-                s.offloads = offloads;
+                s.offloaded = offloaded;
+                const char* why = offload_mismatch(&s, f);
+                if (why != nullptr) { mismatch = why; continue; }
+                tried = true;
                 do {
                     Estimate e = setting_estimate(run, s);   // ties: the simplest
-                    double cost = e.step_s * (1 + 1e-4 * s.G) + 1e-9 * (stage + level + offloads);
+                    double cost = e.step_s * (1 + 1e-4 * s.G) + 1e-9 * (stage + level + offloaded);
                     if (e.device_bytes <= have_bytes && cost < best_s) { best_s = cost; best = s; }
                 } while (!f->given[FLAG_micro_batch] && lower_micro_batch(&s));
             }
         }
     }
+    if (!tried) die_usage("--offload %s", mismatch);
     ENSURE(best_s < INFINITY, "--auto: no stage, recomputation and micro-batch fits into %.1f MiB: lower -t, raise the "
            "number of ranks, or take a smaller model", have_bytes / 1048576.0);
     run->setting = best;
@@ -154,7 +169,7 @@ static void recompute_print(const Run* run, FILE* f, size_t have_bytes)
         Setting s = run->setting;
         s.recompute = (Recompute)level;
         s.segment_layers = 1;
-        s.offloads = s.offloads && s.recompute == Recompute::BLOCKS;
+        if (s.recompute != Recompute::BLOCKS) s.offloaded &= ~OFFLOAD_ACTIVATIONS;
         rung_print(run, f, s, have_bytes, setting_estimate(run, s));
     }
 }

@@ -46,7 +46,7 @@
     F(REAL,   min_loss_scale, 0,  1,         1e-30, 1e30, "fp16: an overflow at this loss scale ends the run") \
     F(SWITCH, consecutive_hysteresis, 0, false, 0, 0, "fp16: every good step restores the hysteresis") \
     F(TEXT,   recompute,     'r', "none",    0, 0, "made again in the backward: none, cheap (norms), mlp, attention (and mlp), block, or K: K blocks at a time") \
-    F(ONEOF,  offload,        0,  "none",    "none|activations", 0, "kept in host memory: activations = the blocks' inputs of -r block or K, two of them on the device") \
+    F(TEXT,   offload,        0,  "none",    0, 0, "kept in host memory, with commas between: activations (the blocks' inputs of -r block or K, but two), optimizer (master weights, moments), gradients (slices of stages 2 and 3), parameters (slices of stage 3); none") \
     F(SWITCH, deterministic,  0,  false,     0, 0, "gradients are summed in rank order: the same bits whatever NCCL does") \
     F(INT,    check_replicas, 0,  0,         0, INT64_MAX, "every so many steps: do all ranks hold the same parameters? 0 = never") \
     F(REAL,   spike_deviations, 0, 6,        0, 1e6, "say so when loss or norm is so many standard deviations above its running mean; 0 = never") \

@@ -28,7 +28,7 @@ typedef struct Setting {
     Recompute recompute;
     int segment_layers;
     int B, G;
-    bool offloads;
+    unsigned offloaded;            // OFFLOAD_ACTIVATIONS, ...
     Storage storage;
 } Setting;
 
@@ -317,6 +317,40 @@ static void recompute_from_flag(Setting* s, const char* value, int L)
     s->segment_layers = k < L ? (int)k : L;
 }
 
+/* --offload */
+static unsigned offloaded_from_flag(const char* list)
+{
+    if (strcmp(list, "none") == 0) return 0;
+    char *words = strdup(list), *rest;
+    ENSURE(words != nullptr, "out of memory");
+    unsigned offloaded = 0, none = 0;
+    for (char* word = strtok_r(words, ",", &rest); word != nullptr; word = strtok_r(nullptr, ",", &rest)) {
+        unsigned part = 0;
+        for (int i = 0; i < NUM_OFFLOADED; i++) if (strcmp(word, offloaded_names[i]) == 0) part = 1u << i;
+        none += part == 0;
+        offloaded |= part;
+    }
+    free(words);
+    if (none > 0 || offloaded == 0)
+        die_usage("--offload '%s': have none, or activations, optimizer, gradients, parameters with commas between",
+                  list);
+    return offloaded;
+}
+
+/* Is there what is to be offloaded? Null, or why not. */
+static const char* offload_mismatch(const Setting* s, const Flags* f)
+{
+    if ((s->offloaded & OFFLOAD_ACTIVATIONS) != 0 && s->recompute != Recompute::BLOCKS)
+        return "activations moves the inputs that -r block or -r K keeps: give one of them";
+    if ((s->offloaded & OFFLOAD_GRADIENTS) != 0 && (s->stage < 2 || strcmp(f->reduce, "step") == 0))
+        return "gradients moves the slices of stages 2 and 3: give -z 2 or -z 3, without --reduce step";
+    if ((s->offloaded & OFFLOAD_GRADIENTS) != 0 && strcmp(f->optimizer, "muon") == 0)
+        return "gradients with --optimizer muon: its matrices go from device to device: leave gradients there";
+    if ((s->offloaded & OFFLOAD_PARAMETERS) != 0 && s->stage < 3)
+        return "parameters moves the slices of stage 3: give -z 3";
+    return nullptr;
+}
+
 static Dtype dtype_find(const char* name)
 {
     for (int i = 0; i < (int)(sizeof dtype_names / sizeof dtype_names[0]); i++)
@@ -372,13 +406,13 @@ static void plan_run(Run* run, bool training)
     m->dropout = f->dropout;
     m->attention_dropout = attention_dropout(f);
     m->seed = (unsigned long long)f->seed;
-    m->offloads = s->offloads && training;
+    m->offloads = (s->offloaded & OFFLOAD_ACTIVATIONS) != 0 && training;
     bool slices_grads = s->stage == 2 && training && strcmp(f->reduce, "step") != 0;
     m->walks_vocab = (s->stage == 3 || slices_grads) && m->config.num_pieces > 1;
     model_visits(m);
     bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
     model_resident(m, resident);
-    ZeroConfig zero = {s->stage, resident, s->G, training, s->storage, optimizer_find(f->optimizer),
+    ZeroConfig zero = {s->stage, resident, s->G, training, s->storage, s->offloaded, optimizer_find(f->optimizer),
                        model_rounds_fp32(&m->shard, &m->config), f->overlap != 0, strcmp(f->reduce, "step") == 0,
                        f->deterministic, (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket};

@@ -9,13 +9,16 @@
  * wire  bytes / link + 50 us a collective. Among more than 8 ranks the link is what 8 adapters of a host carry. With
  *       overlap what the backward (gradients) and the forward (parameters) are long enough for costs nothing, but the
  *       embeddings' gradient comes last and is waited for.
+ * host  with --offload what the update reads and writes of host memory, bytes each way / bus, where longer; slices
+ *       of parameters that come before they are gathered, and of gradients that go when they are reduced, count with the
+ *       wire. In the CPU build host memory is the device's
  * What the rates are taken from is in docs/benchmarks.md. */
 #pragma once
 #include "cost.cuh"
 #include "kernels/device.cuh"
 
 static const double MEMORY_SHARE = 0.87, PRODUCT_S = 8e-6, KERNEL_S = 3e-6, COLLECTIVE_S = 50e-6;
-static const double LINK_SHARE = 0.81, NETWORK_SHARE = 0.75;
+static const double LINK_SHARE = 0.81, NETWORK_SHARE = 0.75, HOST_SHARE = 0.78;
 enum { HOST_GPUS = 8 };
 
 typedef struct StepTime { double forward_s, backward_s, update_s, wire_s, exposed_s, step_s; } StepTime;
@@ -80,17 +83,33 @@ static double wire_seconds(double rate, double bytes, double collectives)
     return bytes > 0 ? bytes / rate + collectives * COLLECTIVE_S : 0;
 }
 
-/* What of the collectives the step waits for. */
-static void wire_time(StepTime* t, const Model* m, double rate)
+/* Bytes between host memory and device in a second, each way. A CPU reads and writes for both. */
+static double host_rate(const Device* d)
+{
+    return 1e9 * (d->row != nullptr ? HOST_SHARE * d->row->host_gbps : d->memory_gbps / 2);
+}
+
+/* The update reads gradients twice, for their norm and for the step, and LAMB the states three times. */
+static double update_host_bytes(const Zero* z)
+{
+    HostBytes host = host_bytes(z);
+    double states = host.states * (z->optimizer->optimizer == Optimizer::LAMB ? 3 : 1);
+    return states + fmax(2 * host.gradients, host.parameters);
+}
+
+/* What of the collectives, and of what goes to host memory and comes from there beside them, the step waits for. */
+static void wire_time(StepTime* t, const Device* d, const Model* m, double rate)
 {
     const Zero* z = m->zero;
+    HostBytes host = host_bytes(z);
     WireBytes bytes = zero_wire_bytes(z);
     double G = z->num_micro_steps, grad_calls = 0, param_calls = 0;
     for (int b = 0; b < z->grad_buckets.num_buckets; b++) grad_calls += bucket_in_ring(&z->grad_buckets, b) ? G : 1;
     for (int b = 0; b < z->param_buckets.num_buckets; b++)
         param_calls += bucket_in_ring(&z->param_buckets, b) ? 2 * G : 1;
-    double gradients_s = wire_seconds(rate, (double)bytes.gradients, grad_calls);
-    double parameters_s = wire_seconds(rate, (double)bytes.parameters, param_calls);
+    double gradients_s = wire_seconds(rate, (double)bytes.gradients, grad_calls) + G * host.gradients / host_rate(d);
+    double parameters_s = wire_seconds(rate, (double)bytes.parameters, param_calls) +
+                          2 * G * host.parameters / host_rate(d);
     double others_s = wire_seconds(rate, (double)(bytes.sums + bytes.optimizer), bytes.optimizer > 0 ? 2 : 1);
     double last_elems = 0;                           // the embeddings, and before them what is kept in fp32
     for (int u = 0; u <= unit_embed(&m->config); u++) last_elems += (double)z->shard->units[u].range.count;
@@ -116,8 +135,9 @@ static StepTime step_time(const Device* d, const Model* m, const Costs* costs)
                                                                                               : &t.backward_s;
         *part_s += cost_seconds(d, m, c);
     }
+    if (d->row != nullptr) t.update_s = fmax(t.update_s, update_host_bytes(m->zero) / host_rate(d));
     double rate = wire_rate(d, m->zero->comm->num_ranks);
-    if (rate > 0) wire_time(&t, m, rate);
+    if (rate > 0) wire_time(&t, d, m, rate);
     t.step_s = t.forward_s + t.backward_s + t.update_s + t.exposed_s;
     return t;
 }

@@ -499,13 +499,12 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (!f->elastic || !batch_of_run(run, resume_path)) batch_arithmetic(run, run->comm.num_ranks);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks, f->fp32_tensors);
     rates_apply(&run->model.shard, f);
-    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, false, storage_from_flags(f)};
+    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, offloaded_from_flag(f->offload),
+                           storage_from_flags(f)};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
-    run->setting.offloads = strcmp(f->offload, "activations") == 0;
-    if (run->setting.offloads && run->setting.recompute != Recompute::BLOCKS &&
-        (!f->auto_ || f->given[FLAG_recompute]))
-        die_usage("--offload activations moves the inputs that -r block or -r K keeps: give one of them");
     if (f->auto_) setting_choose(run, device_free_bytes(run));
+    const char* mismatch = offload_mismatch(&run->setting, f);
+    if (mismatch != nullptr) die_usage("--offload %s", mismatch);
     run->batch_ramp = ramp_parse("--batch-ramp", f->batch_ramp, (size_t)run->B * run->comm.num_ranks,
                                  run->global_batch);
     run->seq_ramp = ramp_parse("--seq-ramp", f->seq_ramp, 8, run->T);

@@ -17,31 +17,32 @@
 #include "cpu/device.h"
 #endif
 
-/* A GPU: dense 16-bit tensor-core peak with fp32 accumulation, fp32 peak, memory bandwidth, link and network adapter
- * in one direction, memory; what of the peak large products reach, and what attention by mma.sync does with long
- * sequences and heads of 64. The last two are others' measurements where docs/benchmarks.md names them */
+/* A GPU: dense 16-bit tensor-core peak with fp32 accumulation, fp32 peak, memory bandwidth; link, bus to the host's
+ * memory (if that is less, half of this memory's bandwidth) and network adapter, in one direction; memory; what of the
+ * peak large products reach, and what attention by mma.sync does with long sequences and heads of 64. The last two are
+ * others' measurements where docs/benchmarks.md names them */
 typedef struct {
     const char* name;
-    double tensor16_tflops, fp32_tflops, memory_gbps, link_gbps, network_gbps, memory_gb;
+    double tensor16_tflops, fp32_tflops, memory_gbps, link_gbps, host_gbps, network_gbps, memory_gb;
     double product_share, attention_tflops;
 } GpuRow;
 
 /* The first row whose name is in the card's. */
 static const GpuRow gpu_rows[] = {
-    {"GB200", 2500, 80, 8000, 900, 50, 186, 0.72, 330},
-    {"B200", 2250, 75, 8000, 900, 50, 180, 0.72, 330},
-    {"GH200", 989.4, 67, 4900, 450, 50, 144, 0.75, 300},
-    {"H200", 989.4, 67, 4800, 450, 50, 141, 0.72, 300},
-    {"H100 PCIe", 756, 51, 2000, 64, 25, 80, 0.72, 230},
-    {"H100", 989.4, 67, 3350, 450, 50, 80, 0.72, 300},
-    {"A100-SXM", 312, 19.5, 2039, 300, 25, 80, 0.77, 180},
-    {"A100", 312, 19.5, 1935, 32, 25, 80, 0.74, 170},
-    {"L40S", 362, 91.6, 864, 32, 12.5, 48, 0.7, 190},
-    {"L4", 121, 30.3, 300, 32, 12.5, 24, 0.6, 60},
-    {"A10G", 70, 31.5, 600, 32, 12.5, 24, 0.8, 38},
-    {"RTX 4090", 165.2, 82.6, 1008, 32, 1.25, 24, 0.9, 90},
-    {"RTX 3090", 71, 35.6, 936, 32, 1.25, 24, 0.9, 38},
-    {"RTX 5090", 209.5, 104.8, 1792, 64, 1.25, 32, 0.9, 115},
+    {"GB200", 2500, 80, 8000, 900, 256, 50, 186, 0.72, 330},
+    {"B200", 2250, 75, 8000, 900, 64, 50, 180, 0.72, 330},
+    {"GH200", 989.4, 67, 4900, 450, 256, 50, 144, 0.75, 300},
+    {"H200", 989.4, 67, 4800, 450, 64, 50, 141, 0.72, 300},
+    {"H100 PCIe", 756, 51, 2000, 64, 64, 25, 80, 0.72, 230},
+    {"H100", 989.4, 67, 3350, 450, 64, 50, 80, 0.72, 300},
+    {"A100-SXM", 312, 19.5, 2039, 300, 32, 25, 80, 0.77, 180},
+    {"A100", 312, 19.5, 1935, 32, 32, 25, 80, 0.74, 170},
+    {"L40S", 362, 91.6, 864, 32, 32, 12.5, 48, 0.7, 190},
+    {"L4", 121, 30.3, 300, 32, 32, 12.5, 24, 0.6, 60},
+    {"A10G", 70, 31.5, 600, 32, 32, 12.5, 24, 0.8, 38},
+    {"RTX 4090", 165.2, 82.6, 1008, 32, 32, 1.25, 24, 0.9, 90},
+    {"RTX 3090", 71, 35.6, 936, 32, 32, 1.25, 24, 0.9, 38},
+    {"RTX 5090", 209.5, 104.8, 1792, 64, 64, 1.25, 32, 0.9, 115},
 };
 
 typedef struct Device {

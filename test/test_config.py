@@ -164,10 +164,12 @@ def test_zero2_fp16_runs(folder):
 
 
 def test_bf16_zero2_offload(folder):
-    run, flags, keys = read(folder, BF16_ZERO2_OFFLOAD, ok=False)
-    assert run.code == 2 and "zero_optimization.offload_optimizer.device: cpu" in run.complaint[0]
+    run, flags, keys = read(folder, BF16_ZERO2_OFFLOAD.replace('"cpu"', '"nvme"'), ok=False)
+    assert run.code == 2 and "zero_optimization.offload_optimizer.device: nvme: have cpu, or none" in run.complaint[0]
     assert keys["zero_optimization.offload_optimizer.device"].startswith("refused")
-    _, flags, keys = read(folder, BF16_ZERO2_OFFLOAD.replace('"cpu"', '"none"'))
+    assert read(folder, BF16_ZERO2_OFFLOAD.replace('"cpu"', '"none"'))[1]["offload"] == ("none", "default")
+    _, flags, keys = read(folder, BF16_ZERO2_OFFLOAD)
+    assert flags["offload"] == ("optimizer", "zero_optimization.offload_optimizer.device")
     assert flags["precision"][0] == "bf16" and flags["zero"][0] == "2" and flags["overlap"][0] == "1"
     assert flags["batch"] == ("0", "default") and keys["train_batch_size"].startswith("auto")
 
@@ -180,10 +182,11 @@ def test_optimizer_of_the_command_line(folder):
 
 
 def test_zero3_offload(folder):
-    run, _, _ = read(folder, ZERO3_OFFLOAD, ok=False)
+    run, _, _ = read(folder, ZERO3_OFFLOAD.replace('"cpu"', '"nvme"'), ok=False)
     assert "offload_optimizer.device" in run.complaint[0] and "offload_param.device" in run.complaint[0]
     assert "2 of its keys" in run.complaint[0]
-    _, flags, keys = read(folder, ZERO3_OFFLOAD.replace('"cpu"', '"none"'), "-p", "fp16")
+    _, flags, keys = read(folder, ZERO3_OFFLOAD, "-p", "fp16")
+    assert flags["offload"][0] == "optimizer,parameters"
     assert flags["zero"][0] == "3" and flags["persist-below"][0] == "100000" and flags["steps"][0] == "100"
     assert flags["schedule"][0] == "linear" and flags["warmup"] == ("1000", "DeepSpeed's default")
     assert flags["hysteresis"] == ("2", "fp16.hysteresis")         # the block counts for -p fp16 of the command line
@@ -222,7 +225,7 @@ def test_every_documented_key(folder):
     ({"sparse_attention": {"mode": "fixed"}}, "attention is dense"),
     ({"wandb": {"enabled": True}}, "log.jsonl"),
     ({"elasticity": {"enabled": True}}, "--elastic"),
-    ({"zero_optimization": {"cpu_offload": True}}, "stay on the device"),
+    ({"zero_optimization": {"cpu_offload": 2}}, "have true, or false"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": "yes"}}, "true or false"),
     ({"communication_data_type": "int8"}, "not one of grad|fp32|bf16|fp16"),
     ({"data_efficiency": {"enabled": True}}, "random-LTD"),
@@ -313,6 +316,9 @@ BF16 = {"enabled": True}
     ({"bf16": BF16, "communication_data_type": "bf16"}, {"grad-dtype": "fp32", "comm-dtype": "bf16"}),
     ({"fp16": {"enabled": True}, "communication_data_type": "fp32"}, {"comm-dtype": "fp32"}),
     ({"activation_checkpointing": {"cpu_checkpointing": True}}, {"offload": "activations"}),
+    ({"activation_checkpointing": {"cpu_checkpointing": True}, "zero_optimization": {
+        "stage": 3, "cpu_offload": True, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}},
+     {"offload": "activations,optimizer,parameters"}),
 ])
 def test_storage(folder, config, want):
     """What states, gradients and the wire are kept in, and what goes to host memory."""

@@ -20,6 +20,7 @@ STEPS = 20
 EMU_STEPS = STEPS if FULL else 4
 RANKS = [1, 2, 3, 4, 5, 7, 8]
 BUCKETS = [0, 15000]                                                  # a block has 7,128 parameters
+OFFLOADED = ["activations", "optimizer", "gradients", "parameters"]
 
 
 def model(folder, config):
@@ -149,8 +150,10 @@ def test_any_order_of_streams(tmp_path, in_order, stage, seed):
 
 
 def order_run(folder, stage, seed):
+    """With odd seeds all that the stage can keep in host memory is there."""
+    offloaded = ",".join(OFFLOADED[:stage + 1] if seed % 2 else OFFLOADED[:1])
     args = [*start(folder, gpt2_config(97, 8, 8, L=4, NH=1), 3), "-b", 1, "-g", 2, "-z", stage,
-            "-r", "block", "--offload", "activations"]
+            "-r", "block", "--offload", offloaded]
     return train_gpt(*args, ranks=3, device="emu", out=folder / "run", EMU_SEED=str(seed))
 
 
@@ -384,8 +387,45 @@ def test_offload_plan(level, segments):
 def test_offload_needs_blocks(tmp_path):
     refused = train_gpt(*start(tmp_path), "--offload", "activations", ok=False)
     assert refused.code == 2 and "-r block" in refused.complaint[0]
-    refused = train_gpt(*start(tmp_path), "--offload", "optimizer", ok=False)
-    assert refused.code == 2 and "activations" in refused.complaint[0]
+
+
+MOVED = {"optimizer": ("optimizer states", "master weights", "master weights, lower halves"),
+         "gradients": ("gradients, slice",), "parameters": ("parameters, slice",)}
+
+
+@pytest.mark.parametrize("stage,ranks,offloaded,flags",
+                         [(0, 1, "optimizer", []), (3, 3, "parameters", ["--gather-bucket", 15000]),
+                          (3, 1, "optimizer,gradients,parameters", []),
+                          (1, 2, "optimizer", ["--optimizer", "lamb"]), (2, 3, "optimizer", ["--optimizer", "muon"]),
+                          (3, 2, "gradients,parameters", ["--optimizer", "lamb", "--deterministic"]),
+                          (0, 2, "optimizer", ["-p", "bf16"]), (2, 3, "gradients", ["-p", "bf16"]),
+                          (3, 3, "optimizer,gradients,parameters",
+                           ["-p", "bf16", "--master", "split", "--state-dtype", "bf16"]),
+                          (3, 2, "optimizer,parameters", ["-p", "bf16", "--master", "none", "--persist-below", 8000]),
+                          (2, 2, "optimizer,gradients",
+                           ["-p", "bf16", "--fp32-tensors", "wte,ln_f", "--grad-dtype", "bf16"]),
+                          (1, 3, "optimizer", ["-p", "fp16", "--optimizer", "lion"])])
+def test_offload_to_the_end(tmp_path, device, stage, ranks, offloaded, flags):
+    """States, gradients, parameters in host memory: the same bits, as many bytes there as were on the device; a
+    checkpoint goes on with and without."""
+    if "-p" in flags and device == "cpu":
+        pytest.skip("the kernels of 16 bits are another's")
+    args = [*start(tmp_path, steps=4), *batch(ranks, 2), "-z", stage, *flags, "--save-every", 2, "--hash-every", 1]
+    run = {"ranks": ranks, "device": device}
+    here = train_gpt(*args, **run, out=tmp_path / "here")
+    there = train_gpt(*args, "--offload", offloaded, **run, out=tmp_path / "there", EMU_SEED="5")
+    assert_bits(there, here)
+    assert there.series("state_hash") == here.series("state_hash")
+    before, after = plan_rows(here.out), plan_rows(there.out)
+    labels = [label for part in offloaded.split(",") for label in MOVED[part] if label in before]
+    assert len(labels) >= len(offloaded.split(",")) - ("none" in flags)
+    assert host_rows(there.out) == host_rows(here.out) | {label: before[label] for label in labels}
+    assert after.keys() == before.keys() - set(labels)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (there.checkpoint(4) / file).read_bytes() == (here.checkpoint(4) / file).read_bytes()
+    for saved, more in ((there, []), (here, ["--offload", offloaded])):
+        rest = train_gpt("--resume", saved.checkpoint(2), *args[3:], *more, **run, out=tmp_path / f"rest{len(more)}")
+        assert_bits(rest, here, first=2)
 
 
 def activations(run):
@@ -470,7 +510,15 @@ def test_llama_at_stage_3(tmp_path, device):
 # ---- the plan ----------------------------------------------------------------------------------------------------
 def plan_rows(out):
     """{label: MiB} of device memory."""
-    block = out.split("device memory per rank\n")[1].split("host memory")[0]
+    return memory_rows(out.split("device memory per rank\n")[1].split("host memory")[0])
+
+
+def host_rows(out):
+    rows = memory_rows(out.split("host memory per rank\n")[1].split("total")[0])
+    return {label: mib for label, mib in rows.items() if label != "program and libraries"}
+
+
+def memory_rows(block):
     return {label.strip(): float(mib) for label, mib in re.findall(r"  (.+?) +([\d.]+) MiB\n", block)}
 
 
@@ -521,7 +569,9 @@ def test_plans_of_the_readme():
     states = sum(rows[k] for k in ("parameters", "master weights", "gradients", "optimizer states"))
     assert states == pytest.approx(18 * psi / mib, rel=1e-3)
     assert "does not fit" in out and out.split("does not fit")[1].split("output")[0] in (ROOT / "README.md").read_text()
-    assert re.search(r"-r block .* fits  --master split --state-dtype bf16", out)
+    assert re.search(r"-r block .* fits  --master split --offload optimizer", out)
+    assert host_rows(train_gpt("--plan", "-m", "gpt2-xl", "-p", "bf16", "--gpu", "l4", "--offload", "optimizer",
+                               device="emu").out)["optimizer states"] == pytest.approx(8 * psi / mib, rel=1e-3)
 
 
 @pytest.mark.parametrize("stage,micro_steps,ranks,name",
@@ -548,25 +598,38 @@ def test_plan_for_a_gpu(tmp_path):
 
 
 def test_last_rung():
-    """Recomputation, micro-batch, host memory, then bf16 moments: where only host memory fits, ladder and --auto end
+    """Recomputation, micro-batch, host memory: each rung needs less, and where the last one fits, ladder and --auto end
     there."""
     args = ["--plan", "-m", "d8", "-b", 2, "-t", 512, "--device-mb"]
     ladder = train_gpt(*args, 1).out.split("does not fit")[1]
-    rungs = re.findall(r"^  (-[pz].*?) +([\d.]+) MiB(?: +(--offload activations))?", ladder, re.M)
-    rungs = [rung for rung in rungs if rung[0] != "-p bf16"]
-    assert re.search(r"--state-dtype bf16 --offload activations.*\n  none of these fits", ladder)
-    rungs.pop()
+    assert re.search(r"MiB +--offload \S+ .*\n  none of these fits", ladder)
+    rungs = re.findall(r"^  (-z.*?) +([\d.]+) MiB(?: +(--offload \S+))?", ladder, re.M)
     names = [" ".join(" ".join(rung[::2]).split()) for rung in rungs]
     assert names == ["-z 0 -r cheap -b 2 -g 1", "-z 0 -r mlp -b 2 -g 1", "-z 0 -r attention -b 2 -g 1",
                      "-z 0 -r block -b 2 -g 1", "-z 0 -r block -b 1 -g 2",
-                     "-z 0 -r block -b 1 -g 2 --offload activations"]
+                     "-z 0 -r block -b 1 -g 2 --offload optimizer",
+                     "-z 0 -r block -b 1 -g 2 --offload activations,optimizer",
+                     "-z 3 -r block -b 1 -g 2 --offload activations,optimizer,gradients",
+                     "-z 3 -r block -b 1 -g 2 --offload activations,optimizer,gradients,parameters"]
     needs = [float(rung[1]) for rung in rungs]
     assert needs == sorted(needs, reverse=True) and needs[-1] < needs[-2] - 2
     budget = int(needs[-2])
     ladder = train_gpt(*args, budget).out.split("does not fit")[1]
-    assert re.search(r"fits +--offload activations", ladder) and "none of these fits" not in ladder
+    assert re.search(r"fits +--offload activations,optimizer,gradients,parameters", ladder)
+    assert "none of these fits" not in ladder
     chosen = train_gpt("--plan", "--auto", "-m", "d8", "--batch", 2, "-t", 512, "--device-mb", budget).out
-    assert "inputs of blocks" in chosen and re.search(r"^fits ", chosen, re.M)
+    assert "parameters, slice" in host_rows(chosen) and re.search(r"^fits ", chosen, re.M)
+
+
+def test_ladder_to_the_letter(tmp_path):
+    """Where only host memory is left, the rung that fits trains as it stands, with the same losses, and says so."""
+    args = start(tmp_path, gpt2_config(97, 64, 16, L=8, NH=4), 3)
+    free = train_gpt(*args, "-b", 2, out=tmp_path / "free")
+    refused = train_gpt(*args, "-b", 2, "--device-mb", 2, ok=False)
+    rung = re.search(r"^  (-z.*?) +[\d.]+ MiB  fits +(--offload \S+)", refused.err, re.M)
+    assert "parameters" in rung[2]
+    there = train_gpt(*args, *" ".join(rung.groups()).split(), "--device-mb", 2, out=tmp_path / "there")
+    assert_close(there, free)
 
 
 def test_budget_between_the_stages(tmp_path):

@@ -35,6 +35,14 @@ static size_t plan_bytes(const Plan* p, Place place)
     return sum;
 }
 
+/* Of the row whose pointer is *dest, if it has that place; else 0. */
+template <class T> static size_t plan_bytes_of(const Plan* p, Place place, T* const* dest)
+{
+    for (int i = 0; i < p->num_rows; i++)
+        if (p->rows[i].place == place && p->rows[i].dest == (void**)dest) return p->rows[i].bytes;
+    return 0;
+}
+
 /* Bytes of all rows with the place and label of row i, which is the first of them; of the others 0. */
 static size_t plan_label_bytes(const Plan* p, int i)
 {
@@ -97,7 +105,10 @@ static void plan_allocate(Plan* p)
             CUDA_CHECK(cudaMalloc(row->dest, row->bytes));
             CUDA_CHECK(cudaMemset(*row->dest, 0, row->bytes));
         } else {
-            CUDA_CHECK(cudaMallocHost(row->dest, row->bytes));
+            cudaError_t error = cudaMallocHost(row->dest, row->bytes);
+            ENSURE(error == cudaSuccess, "host memory: %.1f MiB pinned for '%s' cannot be had of the %.1f MiB listed "
+                   "above: %s: leave out --offload, raise -z or the number of ranks", row->bytes / 1048576.0,
+                   row->label, plan_bytes(p, Place::HOST) / 1048576.0, cudaGetErrorString(error));
             memset(*row->dest, 0, row->bytes);
         }
     }

@@ -300,9 +300,9 @@ static void states_copy(Saver* s)
         if (part.count == 0 || !state_is_kept(z, state, t)) continue;
         Values to = state_saved(s, state, t, part), from = zero_state(z, (StateKind)state, t->unit, part.first);
         size_t size_bytes = part.count * dtype_bytes(from.dtype);
-        CUDA_CHECK(cudaMemcpyAsync(to.at, from.at, size_bytes, cudaMemcpyDeviceToHost, z->d2h));
+        CUDA_CHECK(cudaMemcpyAsync(to.at, from.at, size_bytes, cudaMemcpyDefault, z->d2h));
         if (from.low != nullptr)
-            CUDA_CHECK(cudaMemcpyAsync(to.low, from.low, size_bytes, cudaMemcpyDeviceToHost, z->d2h));
+            CUDA_CHECK(cudaMemcpyAsync(to.low, from.low, size_bytes, cudaMemcpyDefault, z->d2h));
     }
     CUDA_CHECK(cudaEventRecord(z->states_copied, z->d2h));
 }

@@ -36,12 +36,24 @@ typedef struct Storage {
     Dtype sent;             // in which they go to other ranks
 } Storage;
 
+/* What lies in pinned host memory: what a kernel uses once reads and writes it over the bus, from where it is;
+ * parameters are copied into the ring before they are gathered. The same arithmetic, so the same bits. */
+enum Offloaded {
+    OFFLOAD_ACTIVATIONS = 1,    // the inputs of segments: the model's (offload.h)
+    OFFLOAD_OPTIMIZER = 2,      // master and moments
+    OFFLOAD_GRADIENTS = 4,      // stages 2-3: the slices
+    OFFLOAD_PARAMETERS = 8,     // stage 3: the slices
+    NUM_OFFLOADED = 4
+};
+static const char* const offloaded_names[NUM_OFFLOADED] = {"activations", "optimizer", "gradients", "parameters"};
+
 typedef struct ZeroConfig {
     int stage;
     const bool* resident;       // (num_units) the gradient is kept whole, and at stage 3 the parameters
     int num_micro_steps;
     bool training;              // else no gradients and moments
     Storage storage;
+    unsigned offloaded;         // OFFLOAD_OPTIMIZER, ... of what this stage has
     const OptimizerRow* optimizer;
     bool rounds_fp32;           // products read tensors that are kept in fp32
     bool overlap;
@@ -58,6 +70,7 @@ typedef struct Zero {
     const Shard* shard;
     int stage;
     Storage storage;
+    unsigned offloaded;
     bool training, overlap;
     bool reduces_once;          // gradients are kept whole at every stage, as at stage 1
     int num_micro_steps;
@@ -116,6 +129,11 @@ static void stream_wait(cudaStream_t to, cudaStream_t from, cudaEvent_t event, c
     if (to == from) return;
     CUDA_CHECK(cudaEventRecord(event, from));
     CUDA_CHECK(cudaStreamWaitEvent(to, event, 0));
+}
+
+static Place zero_place(const Zero* z, Offloaded part)
+{
+    return (z->offloaded & part) != 0 ? Place::HOST : Place::DEVICE;
 }
 
 static bool zero_slices_states(const Zero* z) { return z->stage >= 1; }
@@ -245,7 +263,7 @@ static void plan_gradients(Zero* z, Plan* plan)
         for (int k = 0; k < buckets->num_slots; k++)
             plan_add(plan, "gradients, ring of whole units", D, &z->grad_ring[k], buckets->slot_elems);
         plan_add(plan, "gradients, embeddings and head", D, &z->resident_grads, resident);
-        plan_add(plan, "gradients, slice", D, &z->grad_slices,
+        plan_add(plan, "gradients, slice", zero_place(z, OFFLOAD_GRADIENTS), &z->grad_slices,
                  values_bytes(s->num_elems / s->num_ranks, z->storage.grads, num_fp32_states(z)));
     } else if (folded > 0) {
         plan_add(plan, "gradients", D, &z->grads, folded * dtype_bytes(z->storage.grads));
@@ -270,7 +288,7 @@ static void plan_params(Zero* z, Plan* plan)
     if (fp32 > 0) plan_add(plan, "parameters in fp32", Place::DEVICE, &z->fp32_params, fp32);
     if (fp32 > 0 && z->rounds_fp32)
         plan_add(plan, "parameters in fp32, rounded", Place::DEVICE, &z->fp32_rounded, fp32);
-    if (slices > 0) plan_add(plan, "parameters, slice", Place::DEVICE, &z->param_slices, slices);
+    if (slices > 0) plan_add(plan, "parameters, slice", zero_place(z, OFFLOAD_PARAMETERS), &z->param_slices, slices);
     for (int k = 0; k < z->param_buckets.num_slots; k++)
         plan_add(plan, "parameters, ring of whole units", Place::DEVICE, &z->param_ring[k],
                  z->param_buckets.slot_elems);
@@ -282,8 +300,8 @@ static void plan_master(Zero* z, Plan* plan, size_t count)
     Dtype master = z->storage.master;
     count -= num_fp32_states(z);
     if (master != FLOATX_DTYPE)
-        plan_add(plan, master == Dtype::SPLIT ? "master weights, lower halves" : "master weights", Place::DEVICE,
-                 &z->master, count * dtype_bytes(master));
+        plan_add(plan, master == Dtype::SPLIT ? "master weights, lower halves" : "master weights",
+                 zero_place(z, OFFLOAD_OPTIMIZER), &z->master, count * dtype_bytes(master));
     if (master != Dtype::FP32 || z->storage.moments != Dtype::FP32)
         plan_add(plan, "between files and device", Place::HOST, &z->halves, 2 * BOUNCE_ELEMS);
 }
@@ -293,6 +311,7 @@ static void plan_muon(Zero* z, Plan* plan);   // update.h
 static void plan_optimizer(Zero* z, Plan* plan, size_t state_elems)
 {
     const Shard* s = z->shard;
+    const Place place = zero_place(z, OFFLOAD_OPTIMIZER);
     size_t v_elems = 0;
     z->v_first = (size_t*)malloc_checked(s->num_units * sizeof(size_t));
     z->first_of_name = (int*)malloc_checked(s->num_tensors * sizeof(int));
@@ -306,10 +325,10 @@ static void plan_optimizer(Zero* z, Plan* plan, size_t state_elems)
     }
     z->num_fp32_v = s->num_fp32_units == 0 ? 0 : s->num_units > 1 ? z->v_first[1] : v_elems;
     if (z->optimizer->has_m)
-        plan_add(plan, "optimizer states", Place::DEVICE, &z->moment1,
+        plan_add(plan, "optimizer states", place, &z->moment1,
                  values_bytes(state_elems, z->storage.moments, num_fp32_states(z)));
     if (z->optimizer->has_v)
-        plan_add(plan, "optimizer states", Place::DEVICE, &z->moment2,
+        plan_add(plan, "optimizer states", place, &z->moment2,
                  values_bytes(v_elems, z->storage.moments, z->num_fp32_v));
     if (z->optimizer->optimizer == Optimizer::LAMB) {
         plan_add(plan, "LAMB's norms", Place::DEVICE, &z->lamb_sums, 2 * (size_t)s->num_tensors);
@@ -327,6 +346,7 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     z->stage = config->stage;
     z->training = config->training;
     z->storage = config->storage;
+    z->offloaded = config->offloaded;
     z->optimizer = config->optimizer;
     z->rounds_fp32 = config->rounds_fp32;
     z->overlap = config->overlap;
@@ -477,10 +497,18 @@ static void wait_for_ranks(Zero* z, cudaEvent_t event)
 static void unit_gather(Zero* z, int u)
 {
     size_t n = z->shard->units[u].range.count / z->shard->num_ranks;
-    if (unit_is_fp32(z->shard, u))
+    if (unit_is_fp32(z->shard, u)) {
         comm_all_gather(z->comm, z->fp32_params, z->fp32_params + z->comm->rank * n, n, ncclFloat32, z->gather);
-    else
-        comm_all_gather(z->comm, z->unit_params[u], z->own_params[u], n, FLOATX_NCCL, z->gather);
+        return;
+    }
+    const floatX* own = z->own_params[u];
+    if (unit_in_ring(&z->param_buckets, u) && zero_place(z, OFFLOAD_PARAMETERS) == Place::HOST) {
+        floatX* place = z->unit_params[u] + z->comm->rank * n;
+        OP_CALL("cudaMemcpyAsync", z->gather, n * sizeof(floatX), n);
+        CUDA_CHECK(cudaMemcpyAsync(place, own, n * sizeof(floatX), cudaMemcpyHostToDevice, z->gather));
+        own = place;
+    }
+    comm_all_gather(z->comm, z->unit_params[u], own, n, FLOATX_NCCL, z->gather);
 }
 
 /* If bucket b has the fp32 unit: what products read of it. */
@@ -596,8 +624,14 @@ static Values unit_sent(const Zero* z, int u)
     return values_from(Values{z->sent, sent, nullptr}, unit_ring_offset(&z->grad_buckets, z->shard, u));
 }
 
+/* Does NCCL's sum over ranks go where it is kept? Not if it is to be added, is of another type or in host memory. */
+static bool sum_goes_home(const Zero* z, Values own, Values sent, bool adds)
+{
+    return own.dtype == sent.dtype && !adds && zero_place(z, OFFLOAD_GRADIENTS) == Place::DEVICE;
+}
+
 /* Starts the sum over ranks of unit u's gradient: this rank's slice of it goes where it is kept, or stays where it was
- * sent from if it is to be added or is of another type; at stage 0 all of it does. */
+ * sent from; at stage 0 all of it does. */
 static void unit_reduce(Zero* z, int u, bool adds)
 {
     size_t count = z->shard->units[u].range.count, n = count / z->shard->num_ranks;
@@ -606,7 +640,7 @@ static void unit_reduce(Zero* z, int u, bool adds)
     bool sums = z->comm->pieces != nullptr || z->comm->num_ranks == 1;   // and converts and adds on the way
     if (z->stage > 0) {
         if (sums) comm_reduce_scatter(z->comm, own, inp, n, adds, z->reduce);
-        else comm_reduce_scatter(z->comm, own.dtype == inp.dtype && !adds ? own : slice, inp, n, false, z->reduce);
+        else comm_reduce_scatter(z->comm, sum_goes_home(z, own, inp, adds) ? own : slice, inp, n, false, z->reduce);
     } else if (z->comm->pieces != nullptr) {
         comm_reduce_scatter(z->comm, slice, inp, n, false, z->reduce);
         comm_all_gather(z->comm, inp.at, slice.at, n, dtype_nccl(inp.dtype), z->reduce);
@@ -624,7 +658,7 @@ static void unit_keep_reduced(Zero* z, int u, bool adds)
         if (inp.at != z->whole_grads[u].at) values_convert(z->whole_grads[u], inp, count, z->reduce);
     } else if (z->comm->pieces == nullptr && z->comm->num_ranks > 1) {
         Values own = zero_reduced_grad(z, u, shard_slice(z->shard, u, z->comm->rank).first);
-        if (own.dtype == inp.dtype && !adds) return;
+        if (sum_goes_home(z, own, inp, adds)) return;
         values_sum(own, values_from(inp, z->comm->rank * n), 1, n, adds, z->reduce);
     }
 }
@@ -661,9 +695,9 @@ static void zero_state_to_host(Zero* z, StateKind kind, int u, size_t flat, size
     Values from = zero_state(z, kind, u, flat);
     void* to = from.dtype == Dtype::FP32 ? (void*)out : z->halves;
     size_t size_bytes = count * dtype_bytes(from.dtype);
-    CUDA_CHECK(cudaMemcpyAsync(to, from.at, size_bytes, cudaMemcpyDeviceToHost, z->compute));
+    CUDA_CHECK(cudaMemcpyAsync(to, from.at, size_bytes, cudaMemcpyDefault, z->compute));
     if (from.low != nullptr)
-        CUDA_CHECK(cudaMemcpyAsync(z->halves + BOUNCE_ELEMS, from.low, size_bytes, cudaMemcpyDeviceToHost, z->compute));
+        CUDA_CHECK(cudaMemcpyAsync(z->halves + BOUNCE_ELEMS, from.low, size_bytes, cudaMemcpyDefault, z->compute));
     CUDA_CHECK(cudaStreamSynchronize(z->compute));
     if (from.dtype == Dtype::FP32) return;
     const Values halves = {z->halves, from.dtype, from.low != nullptr ? z->halves + BOUNCE_ELEMS : nullptr};
@@ -678,9 +712,9 @@ static void zero_state_from_host(Zero* z, StateKind kind, int u, size_t flat, si
     size_t size_bytes = count * dtype_bytes(to.dtype);
     const Values halves = {z->halves, to.dtype, to.low != nullptr ? z->halves + BOUNCE_ELEMS : nullptr};
     for (size_t i = 0; i < (to.dtype == Dtype::FP32 ? 0 : count); i++) value_store(halves, i, values[i]);
-    CUDA_CHECK(cudaMemcpyAsync(to.at, from, size_bytes, cudaMemcpyHostToDevice, z->compute));
+    CUDA_CHECK(cudaMemcpyAsync(to.at, from, size_bytes, cudaMemcpyDefault, z->compute));
     if (to.low != nullptr)
-        CUDA_CHECK(cudaMemcpyAsync(to.low, halves.low, size_bytes, cudaMemcpyHostToDevice, z->compute));
+        CUDA_CHECK(cudaMemcpyAsync(to.low, halves.low, size_bytes, cudaMemcpyDefault, z->compute));
     floatX* param = unit_is_fp32(z->shard, u) ? (floatX*)to.at : zero_own_param(z, u, flat);
     if (kind == STATE_WEIGHTS && (void*)param != to.at) {   // a master, of which the parameter is a rounded copy
         CUDA_CHECK(cudaStreamSynchronize(z->compute));
@@ -690,7 +724,7 @@ static void zero_state_from_host(Zero* z, StateKind kind, int u, size_t flat, si
             store_weight(&x, values[i]);
             memcpy((void*)(rounded + i), &x, sizeof x);
         }
-        CUDA_CHECK(cudaMemcpyAsync(param, rounded, count * sizeof(floatX), cudaMemcpyHostToDevice, z->compute));
+        CUDA_CHECK(cudaMemcpyAsync(param, rounded, count * sizeof(floatX), cudaMemcpyDefault, z->compute));
     }
     CUDA_CHECK(cudaStreamSynchronize(z->compute));
 }
