@@ -56,7 +56,9 @@ static void rates_apply_group(Shard* s, char* group)
         if (end == item + 3 || (end != nullptr && *end != 0) || !(value >= 0 && value <= 1e6))
             die_usage("--param-group '%s': '%s' is neither lr=FACTOR nor wd=DECAY with a number from 0 to 1e6", whole,
                       item);
-        (is_lr ? lr : wd) = value;
+        double* rate = is_lr ? &lr : &wd;
+        if (*rate >= 0) die_usage("--param-group '%s': %.2s is there twice", whole, item);
+        *rate = value;
     }
     int num_fit = 0;
     for (int t = 0; t < s->num_tensors; t++) {

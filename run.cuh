@@ -87,8 +87,13 @@ static void batch_arithmetic(Run* run, int num_ranks)
     int64_t B = f->micro_batch, G = f->grad_accum, R = num_ranks;
     if (f->given[FLAG_batch]) {
         bool has_B = f->given[FLAG_micro_batch], has_G = f->given[FLAG_grad_accum];
-        if (has_B && !has_G) G = f->batch / (B * R);
-        if (!has_B) B = f->batch / (G * R);
+        int64_t unit = has_B ? B * R : G * R;
+        if (f->batch % unit != 0 && !(has_B && has_G))
+            die_usage("--batch %lld cannot be shared out: %lld %s x %lld ranks = %lld sequences: make it a multiple",
+                      (long long)f->batch, (long long)(has_B ? B : G), has_B ? "micro-batch" : "micro-steps",
+                      (long long)R, (long long)unit);
+        if (has_B && !has_G) G = f->batch / unit;
+        if (!has_B) B = f->batch / unit;
         if (B * G * R != f->batch)
             die_usage("--batch %lld is not %lld micro-batch x %lld micro-steps x %lld ranks = %lld sequences: "
                       "change one of them",

@@ -57,6 +57,37 @@ static void save_poll(Run* run, bool wait)
     if (run->saver.phase == SavePhase::NONE) save_say(run);
 }
 
+/* The flags that say how learning rate, step and data go on, and the last step; RunState's `flags`. */
+static void shape_text(const Run* run, char (&text)[sizeof RunState::flags])
+{
+    char buf[64];
+    size_t n = (size_t)snprintf(text, sizeof text, "steps=%zu\n", run->num_steps);
+    for (FlagIdx idx : {FLAG_lr, FLAG_schedule, FLAG_warmup, FLAG_decay, FLAG_min_lr, FLAG_weight_decay, FLAG_beta1,
+                        FLAG_beta2, FLAG_eps, FLAG_momentum, FLAG_dampening, FLAG_nesterov, FLAG_muon_lr, FLAG_clip,
+                        FLAG_dropout, FLAG_attn_dropout, FLAG_no_shuffle, FLAG_spike_skip, FLAG_batch_ramp,
+                        FLAG_seq_ramp, FLAG_param_group})
+        if (n < sizeof text)
+            n += (size_t)snprintf(text + n, sizeof text - n, "%s=%s\n", flag_rows[idx].name,
+                                  flag_value(run->flags, &flag_rows[idx], buf));
+}
+
+/* What a resumed run has otherwise than the one before, a line each. */
+static void say_changes(const Run* run, const char* before)
+{
+    char now[sizeof RunState::flags], name[64], *rest;
+    shape_text(run, now);
+    for (char* line = strtok_r(now, "\n", &rest); line != nullptr; line = strtok_r(nullptr, "\n", &rest)) {
+        size_t n = strcspn(line, "=") + 1;
+        const char* was = before;
+        while (*was && strncmp(was, line, n) != 0) was += strcspn(was, "\n") + 1;
+        size_t was_bytes = strcspn(was, "\n");
+        if (*was == 0 || (was_bytes == strlen(line) && strncmp(was, line, was_bytes) == 0)) continue;
+        snprintf(name, sizeof name, "%.*s", (int)n - 1, line);
+        for (char* p = name; *p; p++) if (*p == '_') *p = '-';
+        SAY("        --%s is %s, was %.*s\n", name, line + n, (int)(was_bytes - n), was + n);
+    }
+}
+
 /* Begins to save the step that is done; its result must have been seen (finish_step). */
 static void save(Run* run)
 {
@@ -73,6 +104,7 @@ static void save(Run* run)
     state.num_skipped = last->num_skipped;
     state.num_skipped_in_a_row = last->num_skipped_in_a_row;
     state.spikes = last->spikes;
+    shape_text(run, state.flags);
     state.has_loss_scale = is_fp16();
     state.loss_scale = last->loss_scale;
     state.num_good_steps = last->num_good_steps;
@@ -181,6 +213,7 @@ static void resume(Run* run, char (&folder)[4096])
         SAY("        --seed is %lld, was %llu: the order of the data changes here\n", (long long)run->flags->seed,
             state.seed);
     resume_batch(run, &state);
+    say_changes(run, state.flags);
 }
 
 // ------------------------------------------------------------------------------------------------- run.json, repeat

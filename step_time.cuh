@@ -9,9 +9,9 @@
  * wire  bytes / link + 50 us a collective. Among more than 8 ranks the link is what 8 adapters of a host carry. With
  *       overlap what the backward (gradients) and the forward (parameters) are long enough for costs nothing, but the
  *       embeddings' gradient comes last and is waited for.
- * host  with --offload what the update reads and writes of host memory, bytes each way / bus, where longer; slices
- *       of parameters that come before they are gathered, and of gradients that go when they are reduced, count with the
- *       wire. In the CPU build host memory is the device's
+ * host  with --offload: what the update reads or writes of host memory / bus, where that is longer than the update.
+ *       Slices of parameters on their way to be gathered, and of gradients that have been reduced, count with the wire.
+ *       In the CPU build host memory is the device's
  * What the rates are taken from is in docs/benchmarks.md. */
 #pragma once
 #include "cost.cuh"

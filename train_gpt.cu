@@ -328,7 +328,7 @@ static EvalResult evaluate(Run* run)
     double* sums = z->step_sums;   // free between steps
     CUDA_CHECK(cudaMemsetAsync(sums, 0, 2 * sizeof(double), z->compute));
     for (size_t i = 0; i < num_batches; i++) {
-        if (ask_outside_step(run) == Ask::END) return EvalResult{};
+        if (ask_outside_step(run) == Ask::END) return EvalResult{};      // there is no step after it
         cudaEvent_t copied = run->batch_copied[i % 2];
         CUDA_CHECK(cudaEventSynchronize(copied));                // the copy before the last
         load_batch(run, val, i % 2, run->T);
@@ -339,6 +339,7 @@ static EvalResult evaluate(Run* run)
     double h_sums[2];
     CUDA_CHECK(cudaMemcpyAsync(h_sums, sums, sizeof h_sums, cudaMemcpyDeviceToHost, z->compute));
     CUDA_CHECK(cudaStreamSynchronize(z->compute));
+    zero_ring_forget(z);
     return EvalResult{h_sums[1] / h_sums[0], h_sums[0]};
 }
 
@@ -619,6 +620,18 @@ static void refuse_what_is_not_there(const Flags* f)
         for (FlagIdx idx : {FLAG_loss_scale, FLAG_initial_scale_power, FLAG_loss_scale_window, FLAG_hysteresis,
                             FLAG_min_loss_scale, FLAG_consecutive_hysteresis})
             if (f->given[idx]) die_usage("%s is for -p fp16: leave it out", flag_long_name(&flag_rows[idx], name));
+    double first_scale = exp2((double)f->initial_scale_power);
+    if (strcmp(f->precision, "fp16") == 0 && f->loss_scale == 0 && first_scale < f->min_loss_scale)
+        die_usage("--initial-scale-power %lld starts the loss scale at %g, below --min-loss-scale %g: raise it, or "
+                  "lower that", (long long)f->initial_scale_power, first_scale, f->min_loss_scale);
+    if (f->loss_scale > 0)
+        for (FlagIdx idx : {FLAG_initial_scale_power, FLAG_loss_scale_window, FLAG_hysteresis, FLAG_min_loss_scale,
+                            FLAG_consecutive_hysteresis})
+            if (f->given[idx] && f->from[idx] == FROM_COMMAND_LINE)
+                die_usage("--loss-scale %g stays as it is, so that %s means nothing: leave one of them out",
+                          f->loss_scale, flag_long_name(&flag_rows[idx], name));
+    if (f->spike_skip && f->spike_deviations == 0)
+        die_usage("--spike-skip with --spike-deviations 0: no step is a spike; leave one of them out");
     if (f->fp32_tensors[0] && strcmp(f->precision, "fp32") == 0)
         die_usage("--fp32-tensors is for -p bf16 and fp16: in fp32 all tensors are; leave it out");
     rates_refuse(f);
@@ -634,7 +647,9 @@ static void refuse_what_is_not_there(const Flags* f)
     if (f->given[FLAG_epochs] && f->given[FLAG_steps])
         die_usage("-n and --epochs both say where the run ends: give one");
     if (f->elastic && !f->given[FLAG_resume]) die_usage("--elastic goes with --resume: it keeps a checkpoint's batch");
-    if (f->given[FLAG_save_every] && !f->out[0]) die_usage("--save-every needs -o FOLDER to save to");
+    for (FlagIdx idx : {FLAG_save_every, FLAG_keep, FLAG_keep_every, FLAG_on_save_error})
+        if (f->given[idx] && !f->out[0])
+            die_usage("%s needs -o FOLDER to save to", flag_long_name(&flag_rows[idx], name));
     if (f->given[FLAG_min_lr] && f->min_lr > f->lr)
         die_usage("--min-lr %g is above the peak --lr %g: lower it", f->min_lr, f->lr);
     int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_] +
@@ -730,7 +745,7 @@ int main(int argc, char** argv)
         if (die_rank == 0 && flags.report) environment_print(VERSION_LINE, precisions_have(have));
         return 0;
     }
-    comm_init(&comm);
+    comm_init(&comm, flags.timeout);
     comm_watch(&comm, flags.timeout);
     run_all(&flags, &comm);
     comm_free(&comm);

@@ -4,7 +4,7 @@
  *   die(fmt, ...)            the same without a condition
  *   die_usage(fmt, ...)      the command line is wrong. Exit code 2.
  *   attempt(work, arg, why)  runs work(arg); what it dies of ends the work, not the program
- * assert() is for our own logic. Nothing here knows MPI: zero/comm.h sets the two hooks.  */
+ * assert() is for our own logic. Nothing here knows MPI: zero/comm.h sets the hooks.  */
 #pragma once
 #include <csetjmp>
 #include <cstdarg>
@@ -16,6 +16,7 @@
 inline int die_rank = 0; // printed in front of the message; the launcher's rank until comm_init
 inline int die_num_ranks = 1;
 inline void (*die_abort)(int exit_code) = nullptr;   // takes all ranks down (MPI_Abort); null before comm_init
+inline bool (*die_is_said)(void) = nullptr;          // has another rank said why? Null before comm_watch
 
 /* Of the attempt that this thread is in: where it began, and the sentence it ends with. */
 typedef struct Attempt { jmp_buf begun; char why[1024]; } Attempt;
@@ -38,7 +39,8 @@ inline thread_local Attempt* attempt_of_thread = nullptr;
     used += vsnprintf(line + used, sizeof line - used, fmt, args);
     if (used > (int)sizeof line - 1) used = sizeof line - 1;
     if (where != nullptr) used += snprintf(line + used, sizeof line - used, " [%s]", where);
-    fprintf(stderr, "%s\n", line);                   // one write: lines of several ranks do not mix
+    if (die_is_said == nullptr || !die_is_said())
+        fprintf(stderr, "%s\n", line);               // one write: lines of several ranks do not mix
     fflush(stderr);
     if (die_abort != nullptr) die_abort(exit_code);
     _exit(exit_code);

@@ -468,6 +468,8 @@ TESTS = [
              [*RESUME, "-z", 2, "-b", 2, "-n", 4, "--elastic", *QUIET], before="mkdir -p apart; cd apart"),
     Programs("offload", "fp32", 2, [*TRAIN, "-z", 2, "-b", 1, "-g", 2, "-n", 2, "-r", "block",
                                     "--offload", "activations", *QUIET]),
+    Programs("host memory", "fp32", 2, [*TRAIN, "-z", 3, "-b", 1, "-g", 2, "-n", 3, "--offload",
+                                        "optimizer,gradients,parameters", *QUIET]),
     Programs("muon", "fp32", 2, [*TRAIN, *MUON, "-z", 2, "-b", 1, "-n", 2, *QUIET]),
     Programs("lamb", "fp32", 2, [*TRAIN, "-z", 3, "-b", 1, "-n", 2, "--optimizer", "lamb", *QUIET]),
     Programs("stage 3, resumed", "bf16", 2, [*TRAIN, "-z", 3, "-b", 1, "-n", 2, "--save-every", 1, *QUIET],

@@ -48,10 +48,13 @@ step() {
     return $status
 }
 
-# bench MODEL B T PRECISION: of --bench the median, tokens a second, and the shares of the peak and of a product.
+# bench FILE MODEL B T PRECISION [FLAGS]: of --bench the median, tokens a second, the shares of the peak and of a
+# product.
 bench() {
-    "$program" --bench -m "$1" -b "$2" -t "$3" -n $steps -p "$4" -l 1e-4 --bench-json "$logs/bench_$1_$4.json" &&
-        $python - "$logs/bench_$1_$4.json" << 'PYTHON'
+    local file=$logs/$1.json model=$2 B=$3 T=$4 precision=$5
+    shift 5
+    "$program" --bench -m "$model" -b "$B" -t "$T" -n $steps -p "$precision" -l 1e-4 --bench-json "$file" "$@" &&
+        $python - "$file" << 'PYTHON'
 import json, sys
 j = json.load(open(sys.argv[1]))
 print(f"bench: {j['step_ms']['median']:.2f} ms | {j['tokens_per_s']:.4g} tok/s | {100 * j['mfu']:.1f}% MFU | "
@@ -122,8 +125,11 @@ for model in "${models[@]}"; do
     for precision in "${precisions[@]}"; do
         [ "$precision" = fp16 ] && continue          # as fast as bf16
         [ "$name $precision" = "gpt2-xl fp32" ] && continue
-        step "bench $name B=$B T=$T $precision" 60 "^bench: " bench "$name" "$B" "$T" "$precision"
+        step "bench $name B=$B T=$T $precision" 60 "^bench: " bench "bench_${name}_$precision" "$name" "$B" "$T" \
+            "$precision"
     done
+    step "the same from host memory" 60 "^bench: " bench "offload_$name" "$name" "$B" "$T" \
+        "${precisions[1]:-fp32}" -z 3 --offload optimizer,gradients,parameters
     if [ "$device" = cuda ] && has_torch; then
         step "torch.compile $name" 120 "^torch" $python dev/torch_gpt2.py -m "$name" -b "$B" -t "$T" -n $steps
     else

@@ -401,3 +401,15 @@ def test_repeat(tmp_path, device):
     refused(1, "4000 tokens", "5000")
     (folder / "run.json").unlink()
     refused(1, "run.json")
+
+
+def test_changes_are_said(tmp_path):
+    """What shapes the rest of a run is that of the flags; what it was before is said."""
+    run = train_gpt(*flags(tmp_path, 4, "--save-every", 2), out=tmp_path / "run")
+    same = train_gpt(*flags(tmp_path, 4, "--resume", run.checkpoint(2)), out=tmp_path / "same")
+    assert not re.search(r"^ +--\S+ is ", same.out, re.M)
+    more = ["--clip", 0.5, "--weight-decay", 0.2, "--param-group", "*.bias:lr=0.5"]
+    rest = train_gpt(*flags(tmp_path, 6, "--resume", run.checkpoint(2), *more), out=tmp_path / "rest")
+    said = re.findall(r"^        --(\S+) is (\S+), was (\S*)$", rest.out, re.M)
+    assert said == [("steps", "6", "4"), ("weight-decay", "0.2", "0.1"), ("clip", "0.5", "1"),
+                    ("param-group", "*.bias:lr=0.5", "")]

@@ -202,6 +202,12 @@ def test_resume_from_stage_3(tmp_path, device, ranks, stage):
             assert all(ours[k].tobytes() == theirs[k].tobytes() for k in theirs), file
 
 
+def test_bytes_with_validation(tmp_path, device):
+    """What a validation leaves in the ring: the steps after it send as much as others."""
+    args = [*start(tmp_path, gpt2_config(97, 24, 16, L=2, NH=3), 6), *batch(3, 2), "-z", 3, "--eval-every", 2]
+    assert_bytes_as_planned(train_gpt(*args, ranks=3, device=device, out=tmp_path / "run"), 3, 6)
+
+
 def test_modes_at_stage_3(tmp_path, device):
     """--eval and --export run on sharded parameters; what is exported is what was saved."""
     run = train_gpt(*start(tmp_path, steps=3), *batch(2), "-z", 3, ranks=2, device=device, out=tmp_path / "run")
@@ -316,7 +322,7 @@ def test_first_step_after_skips(tmp_path):
 
 def test_loss_scale_floor(tmp_path):
     """A floor at the scale that the run finds changes nothing; one above it ends the run, and says so."""
-    args = [*start(tmp_path, steps=24), *batch(1, 1), "-p", "fp16", "--initial-scale-power", 26, "--hysteresis", 1,
+    args = [*start(tmp_path, steps=24), "-b", 1, "-p", "fp16", "--initial-scale-power", 26, "--hysteresis", 1,
             "--loss-scale-window", 1000]
     free = train_gpt(*args, out=tmp_path / "free")
     found = free.series("loss_scale")[-1]
@@ -327,6 +333,8 @@ def test_loss_scale_floor(tmp_path):
     refused = train_gpt(*args, "--min-loss-scale", 2 * found, ok=False, out=tmp_path / "refused")
     assert "smallest loss scale" in refused.complaint[0]
     assert refused.series("loss_scale") == used[:len(refused.log)] and refused.series("loss_scale")[-1] == 2 * found
+    refused = train_gpt(*args, "--min-loss-scale", 2**26, ok=False, ranks=3)
+    assert len(refused.complaint) == 1 and "smallest loss scale" in refused.complaint[0]
 
 
 @pytest.mark.parametrize("flags,words",
@@ -709,4 +717,18 @@ def test_lost_rank(tmp_path, device, name, words):
     assert len(said) == 1 and words in said[0] and re.search(r"rank [02]: .*step \d+, in ", said[0]), err
     if name == "SIGSTOP":
         assert "rank 1 gives no sign of life" in said[0] and re.search(r"in nccl\w+ of \d+ elements", said[0])
+    else:
+        assert "rank 1 is gone" in said[0]
     assert not ranks_of(process.pid)
+
+
+def test_rank_stopped_before_it_starts(tmp_path, device):
+    """A rank is stopped before it finds the others: they end after ten seconds and say so, once."""
+    if device != "cpu":
+        pytest.skip("the same code")
+    stop = ["sh", "-c", 'test $OMPI_COMM_WORLD_RANK = 1 && kill -STOP $$; exec "$@"', "-"]
+    run = subprocess.run(command([*start(tmp_path), *batch(3), "--timeout", 4], 3, device, wrapper=stop), text=True,
+                         capture_output=True, timeout=60, env=environment(OMP_NUM_THREADS="1"), cwd=ROOT)
+    said = [line for line in run.stderr.splitlines() if line.startswith("train_gpt: ")]
+    assert run.returncode != 0 and len(said) == 1, run.stderr
+    assert "rank 0: waits longer than --timeout: in MPI_Init" in said[0]

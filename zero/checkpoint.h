@@ -29,6 +29,7 @@ typedef struct RunState {
     bool fp32_weights, fp32_moments;    // were kept to the last bit: in other storage they are rounded
     Spikes spikes;
     bool val_due;                       // the validation after this step was cut short
+    char flags[2048];                   // what shapes the run, "NAME=VALUE\n" each; empty in older checkpoints
 } RunState;
 
 /* What is saved of each element, by the suffix of its tensor's name; the weights in a file of their own. */
@@ -214,6 +215,23 @@ static SafeTensors* optimizer_plan(const Zero* z, const char* path)
     return files;
 }
 
+/* Each line of `text` to a list, and back. */
+static void lines_add(cJSON* list, const char* text)
+{
+    char line[sizeof RunState::flags];
+    for (size_t n; (n = strcspn(text, "\n")) > 0; text += n + (text[n] == '\n')) {
+        snprintf(line, sizeof line, "%.*s", (int)n, text);
+        cJSON_AddItemToArray(list, json_added(cJSON_CreateString(line), "flags"));
+    }
+}
+
+static void lines_join(char (&text)[sizeof RunState::flags], const cJSON* list)
+{
+    size_t n = 0;
+    for (const cJSON* item = list->child; item != nullptr && n < sizeof text; item = item->next)
+        if (cJSON_IsString(item)) n += (size_t)snprintf(text + n, sizeof text - n, "%s\n", item->valuestring);
+}
+
 /* folder/state.json, when all other files are there. sums (NUM_STATES, num_tensors): tensor_sum of each. */
 static void state_json_write(const RunState* s, const Zero* z, const uint64_t* sums, const char* folder)
 {
@@ -242,6 +260,7 @@ static void state_json_write(const RunState* s, const Zero* z, const uint64_t* s
     json_add_int(j, "num_ranks", z->comm->num_ranks);
     json_add_int(j, "zero_stage", z->stage);
     if (s->val_due) json_add_bool(j, "val_due", true);
+    lines_add(json_add_array(j, "flags"), s->flags);
     json_add_string(j, "optimizer", z->optimizer->name);
     json_add_string(j, "precision", FLOATX_NAME);
     json_add_string(j, "master", dtype_names[(int)z->storage.master]);
@@ -301,6 +320,7 @@ static void load_counters(const CheckpointLoad* l)
     s->fp32_weights = strcmp(json_string_or(j, "master", "fp32", path), "bf16") != 0;
     s->fp32_moments = strcmp(json_string_or(j, "moments", "fp32", path), "fp32") == 0;
     s->val_due = json_bool_or(j, "val_due", false, path);
+    if (json_has(j, "flags")) lines_join(s->flags, json_array(j, "flags", path));
     if (!json_has(j, "spikes")) return;
     const cJSON* spikes = json_object(j, "spikes", path);
     s->spikes.num_seen = (unsigned long long)json_int(spikes, "num_seen", 0, JSON_MAX_INT, path);

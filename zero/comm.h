@@ -85,11 +85,31 @@ static void comm_check_launcher(const Comm* c)
     }
 }
 
-static void comm_init(Comm* c)
+/* Ranks that have not found each other have no watch yet. The launcher ends the others when one has left; rank 0 is
+ * heard first. */
+static void start_on_alarm(int)
+{
+    if (die_rank != 0) usleep((2000 + 100 * (die_rank % 20)) * 1000);
+    char line[256];
+    int n = snprintf(line, sizeof line, "train_gpt: rank %d: waits longer than --timeout: in MPI_Init: another rank is "
+                     "stopped, or has died, or its host is out of reach\n", die_rank);
+    if (write(2, line, n) < 0) _exit(1);
+    _exit(1);
+}
+
+/* Seconds from now on, 0: no more. Ranks take a while to start: never less than 10. */
+static void start_alarm(double timeout_s)
+{
+    signal(SIGALRM, timeout_s > 0 ? start_on_alarm : SIG_DFL);
+    alarm(timeout_s > 0 ? (unsigned)fmin(fmax(timeout_s, 10), 1e6) : 0);
+}
+
+static void comm_init(Comm* c, double timeout_s)
 {
     *c = Comm{};
     c->num_ranks = c->host_num_ranks = 1;
 #ifndef NO_MPI
+    start_alarm(timeout_s);
     // A library that spins while it waits starves the ranks it waits for when there are more of them than cores.
     setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
     MPI_CHECK(MPI_Init(nullptr, nullptr));
@@ -105,11 +125,11 @@ static void comm_init(Comm* c)
     comm_check_launcher(c);
 }
 
-/* From here on a hang ends with a message. */
+/* From here on a hang ends with a message that says where. */
 static void comm_watch(Comm* c, double timeout_s)
 {
-    if (c->num_ranks == 1) return;
 #ifndef NO_MPI
+    if (c->num_ranks == 1) return start_alarm(0);
     char* base;                                    // one more than there are ranks: it need not be aligned as they are
     MPI_Aint size_bytes = (MPI_Aint)sizeof(Beat) * (c->host_rank == 0 ? 2 : 1);
     int unit_bytes;
@@ -117,8 +137,10 @@ static void comm_watch(Comm* c, double timeout_s)
     MPI_CHECK(MPI_Win_shared_query(c->beats, 0, &size_bytes, &unit_bytes, &base));
     Beat* beats = (Beat*)(((uintptr_t)base + alignof(Beat) - 1) / alignof(Beat) * alignof(Beat));
     c->watch = watch_start(beats, c->host_num_ranks, c->host_rank, c->rank, timeout_s);
+    die_is_said = watch_is_said;
+    start_alarm(0);
 #else
-    (void)timeout_s;
+    (void)c, (void)timeout_s;
 #endif
 }
 
@@ -143,6 +165,7 @@ static void comm_free(Comm* c)
 #endif
 #ifndef NO_MPI
     die_abort = nullptr;
+    die_is_said = nullptr;
     if (c->watch != nullptr) {
         watch_end(c->watch);
         MPI_CHECK(MPI_Win_free(&c->beats));

@@ -566,6 +566,12 @@ static void zero_params_begin(Zero* z, int u)
     if (bucket_in_ring(buckets, next)) ring_gather(z, next);
 }
 
+/* After passes outside of steps: what they leave in the ring is gathered again, so that every step sends the same. */
+static void zero_ring_forget(Zero* z)
+{
+    for (int k = 0; k < RING_SIZE; k++) z->held[k] = -1;
+}
+
 /* The slices have changed: whoever keeps whole units gets them anew, the ring is out of date. */
 static void zero_params_changed(Zero* z, int b)
 {

@@ -106,28 +106,41 @@ static int watch_text(const Watch* w, const char* why, char* line, size_t size)
     const char* place = w->place;
     const Asked* oldest = watch_oldest(w);
     if (oldest != nullptr) { place = oldest->name; elems = oldest->elems; }
-    int n = snprintf(line, size, "train_gpt: rank %d: %s: step %zu, in %s of %zu elements since %.1f s", own->rank, why,
-                     w->step, place, elems, now - own->moved_s);
+    char of[40] = "";
+    if (elems > 0) snprintf(of, sizeof of, " of %zu elements", elems);
+    int n = snprintf(line, size, "train_gpt: rank %d: %s: step %zu, in %s%s since %.1f s", own->rank, why, w->step,
+                     place, of, now - own->moved_s);
     for (int i = 0; i < w->num_beats && n < (int)size; i++) {
         const Beat* b = watch_beat(w, i);
         if (b == nullptr) continue;
-        if (now - b->alive_s > 2.5)
+        unsigned long long behind = own->num_collectives - b->num_collectives;
+        if (kill(b->pid, 0) != 0)
+            n += snprintf(line + n, size - n, "; rank %d is gone: killed, or it crashed", b->rank);
+        else if (now - b->alive_s > 2.5)
             n += snprintf(line + n, size - n, "; rank %d gives no sign of life since %.1f s: stopped or killed",
                           b->rank, now - b->alive_s);
         else if (b->num_collectives < own->num_collectives)
-            n += snprintf(line + n, size - n, "; rank %d is %llu collectives behind", b->rank,
-                          own->num_collectives - b->num_collectives);
+            n += snprintf(line + n, size - n, "; rank %d is %llu collective%s behind", b->rank, behind,
+                          behind == 1 ? "" : "s");
     }
     if (n > (int)size - 2) n = (int)size - 2;
     line[n++] = '\n';
     return n;
 }
 
+/* Has a rank of this host said why the run ends? */
+static bool watch_is_said(void)
+{
+    const Watch* w = watch_of_signals;
+    for (int i = 0; w != nullptr && i < w->num_beats; i++)
+        if (const Beat* b = watch_beat(w, i); b != nullptr && b->has_spoken) return true;
+    return false;
+}
+
 static void watch_say(const Watch* w, const char* why)
 {
     char line[1024];
-    for (int i = 0; i < w->num_beats; i++)
-        if (const Beat* b = watch_beat(w, i); b != nullptr && b->has_spoken) return;
+    if (watch_is_said()) return;
     w->beats[w->own].has_spoken = true;
     int n = watch_text(w, why, line, sizeof line);
     if (write(2, line, n) < 0) return;   // there is nobody to tell
