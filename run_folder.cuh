@@ -79,9 +79,12 @@ static void say_changes(const Run* run, const char* before)
     for (char* line = strtok_r(now, "\n", &rest); line != nullptr; line = strtok_r(nullptr, "\n", &rest)) {
         size_t n = strcspn(line, "=") + 1;
         const char* was = before;
-        while (*was && strncmp(was, line, n) != 0) was += strcspn(was, "\n") + 1;
+        while (*was && strncmp(was, line, n) != 0) {
+            was += strcspn(was, "\n");
+            was += *was != 0;
+        }
         size_t was_bytes = strcspn(was, "\n");
-        if (*was == 0 || (was_bytes == strlen(line) && strncmp(was, line, was_bytes) == 0)) continue;
+        if (was_bytes == 0 || (was_bytes == strlen(line) && strncmp(was, line, was_bytes) == 0)) continue;
         snprintf(name, sizeof name, "%.*s", (int)n - 1, line);
         for (char* p = name; *p; p++) if (*p == '_') *p = '-';
         SAY("        --%s is %s, was %.*s\n", name, line + n, (int)(was_bytes - n), was + n);

@@ -11,7 +11,8 @@ static inline void folder_make(const char* path)
     ENSURE(n > 0 && n < sizeof part, "folder name of %zu bytes, have room for %zu", n, sizeof part - 1);
     for (size_t i = 1; i <= n; i++) {
         if (i < n && path[i] != '/') continue;
-        snprintf(part, i + 1, "%s", path);
+        memcpy(part, path, i);
+        part[i] = 0;
         ENSURE(mkdir(part, 0777) == 0 || errno == EEXIST, "%s: cannot be made: %s", part, strerror(errno));
     }
     struct stat info;
