@@ -105,7 +105,8 @@ static cudaError_t block_new(void** p, size_t size_bytes, bool on_device)
 {
     *p = nullptr;
     if (size_bytes == 0) return cudaSuccess;
-    if (on_device && !budget_take(size_bytes)) return result(cudaErrorMemoryAllocation);
+    if (on_device ? !budget_take(size_bytes) : size_bytes > host_available_bytes())
+        return result(cudaErrorMemoryAllocation);
     void* pages = pages_map(size_bytes);
     if (pages == nullptr) {
         if (on_device) used_bytes -= size_bytes;
