@@ -347,10 +347,14 @@ static bool starts_segment(const Model* m, int layer) { return layer % m->segmen
 /* Inputs of segments that lie on the device. */
 static size_t num_segment_inputs(const Model* m) { return m->offloads ? (size_t)OFFLOAD_BUFFERS : num_segments(m); }
 
+/* Room for N rows of a layer, whole cache lines: each layer's lie as the first's do, so that products and vector loads
+ * take the same way in each, wherever recomputation has it lie. */
+static size_t layer_elems(size_t N, size_t cols) { return round_up(N * cols, 64); }
+
 static Block model_block(const Model* m, int layer)
 {
     const Config* c = &m->config;
-    size_t N = (size_t)m->B * m->T, NC = N * c->C, segment = m->segment_layers;
+    size_t N = (size_t)m->B * m->T, NC = layer_elems(N, c->C), segment = m->segment_layers;
     size_t cheap = layer % kept_layers(m, Recompute::CHEAP), mlp = layer % kept_layers(m, Recompute::MLP);
     size_t attention = layer % kept_layers(m, Recompute::ATTENTION), stream = layer % kept_layers(m, Recompute::BLOCKS);
     size_t input = layer;
@@ -360,13 +364,13 @@ static Block model_block(const Model* m, int layer)
     Block a;
     a.residual = m->residual + input * NC;
     a.norm_1 = m->norm_1 + cheap * NC;
-    a.qkv = m->qkv + attention * N * config_dim(c, Dim::QKV);
-    a.att = m->att + attention * N * config_dim(c, Dim::Q);
-    a.att_lse = m->att_lse + attention * N * c->NH;
+    a.qkv = m->qkv + attention * layer_elems(N, config_dim(c, Dim::QKV));
+    a.att = m->att + attention * layer_elems(N, config_dim(c, Dim::Q));
+    a.att_lse = m->att_lse + attention * layer_elems(N, c->NH);
     a.residual_2 = m->residual_2 + stream * NC;
     a.norm_2 = m->norm_2 + cheap * NC;
-    a.fc = m->fc + mlp * N * fc_width(c);
-    a.fc_act = m->fc_act + (is_llama(m) ? cheap : mlp) * N * c->F;
+    a.fc = m->fc + mlp * layer_elems(N, fc_width(c));
+    a.fc_act = m->fc_act + (is_llama(m) ? cheap : mlp) * layer_elems(N, c->F);
     a.first_row = layer * N;
     return a;
 }
@@ -377,25 +381,25 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     const Config* c = &m->config;
     m->B = B;
     m->T = T;
-    size_t N = (size_t)B * T, C = c->C, F = c->F, FC = fc_width(c), L = c->L, LN = L * N;
+    size_t N = (size_t)B * T, C = c->C, F = c->F, FC = fc_width(c), LN = c->L * N, NC = layer_elems(N, C);
     size_t Q = config_dim(c, Dim::Q), QKV = config_dim(c, Dim::QKV);
     size_t head_rows = max_size(((size_t)64 << 20) / (c->VP * sizeof(floatX)), 256);
     m->head_rows = (int)ceil_div(N, ceil_div(N, head_rows));       // chunks of about the same size
     const char* label = "activations";
     const Place D = Place::DEVICE;
-    size_t cheap = N * kept_layers(m, Recompute::CHEAP), mlp = N * kept_layers(m, Recompute::MLP);
-    size_t attention = N * kept_layers(m, Recompute::ATTENTION), inputs = LN;
-    if (m->recompute == Recompute::BLOCKS) inputs = N * (num_segment_inputs(m) + m->segment_layers - 1);
-    if (m->offloads) offload_plan(&m->inputs, plan, "inputs of blocks", (int)num_segments(m), N * C * sizeof(floatX));
-    plan_add(plan, label, D, &m->residual, inputs * C);
-    plan_add(plan, label, D, &m->residual_2, N * kept_layers(m, Recompute::BLOCKS) * C);
-    for (floatX** p : {&m->norm_1, &m->norm_2}) plan_add(plan, label, D, p, cheap * C);
+    size_t cheap = kept_layers(m, Recompute::CHEAP), mlp = kept_layers(m, Recompute::MLP);
+    size_t attention = kept_layers(m, Recompute::ATTENTION), inputs = c->L;
+    if (m->recompute == Recompute::BLOCKS) inputs = num_segment_inputs(m) + m->segment_layers - 1;
+    if (m->offloads) offload_plan(&m->inputs, plan, "inputs of blocks", (int)num_segments(m), NC * sizeof(floatX));
+    plan_add(plan, label, D, &m->residual, inputs * NC);
+    plan_add(plan, label, D, &m->residual_2, kept_layers(m, Recompute::BLOCKS) * NC);
+    for (floatX** p : {&m->norm_1, &m->norm_2}) plan_add(plan, label, D, p, cheap * NC);
     for (float** p : {&m->norm_1_rstd, &m->norm_2_rstd}) plan_add(plan, label, D, p, LN);
-    plan_add(plan, label, D, &m->qkv, attention * QKV);
-    plan_add(plan, label, D, &m->att, attention * Q);
-    plan_add(plan, label, D, &m->att_lse, attention * c->NH);
-    plan_add(plan, label, D, &m->fc, mlp * FC);
-    plan_add(plan, label, D, &m->fc_act, (is_llama(m) ? cheap : mlp) * F);
+    plan_add(plan, label, D, &m->qkv, attention * layer_elems(N, QKV));
+    plan_add(plan, label, D, &m->att, attention * layer_elems(N, Q));
+    plan_add(plan, label, D, &m->att_lse, attention * layer_elems(N, c->NH));
+    plan_add(plan, label, D, &m->fc, mlp * layer_elems(N, FC));
+    plan_add(plan, label, D, &m->fc_act, (is_llama(m) ? cheap : mlp) * layer_elems(N, F));
     for (floatX** p : {&m->branch, &m->residual_f, &m->norm_f}) plan_add(plan, label, D, p, N * C);
     for (float** p : {&m->norm_f_rstd, &m->losses}) plan_add(plan, label, D, p, N);
     plan_add(plan, label, D, &m->maxima, m->walks_vocab ? N : 0);

@@ -440,10 +440,15 @@ def activations(run):
     return float(re.search(r"  activations +([\d.]+) MiB", run.out)[1])
 
 
+ODD = gpt2_config(97, 18, 16, L=3, NH=3)
+
+
+@pytest.mark.parametrize("config,T", [(LLAMA, 16), (ODD, 13)], ids=["llama", "odd"])
 @pytest.mark.parametrize("precision,level",
                          [("fp32", "attention"), ("bf16", "cheap"), ("bf16", "block"), ("fp16", "2")])
-def test_recompute_on_a_device(tmp_path, precision, level):
-    args = [*start(tmp_path, LLAMA, 3), *batch(2), "-p", precision, "-z", 3]
+def test_recompute_on_a_device(tmp_path, precision, level, config, T):
+    """Also where a layer's rows end between two addresses that products want."""
+    args = [*start(tmp_path, config, 3), *batch(2), "-p", precision, "-z", 3, "-t", T]
     reference = train_gpt(*args, ranks=2, **HALF, out=tmp_path / "none")
     assert_bits(train_gpt(*args, "-r", level, ranks=2, **HALF, out=tmp_path / "run", EMU_SEED="3"), reference)
 
