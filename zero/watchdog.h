@@ -220,5 +220,6 @@ static void watch_end(Watch* w)
     w->stops = true;
     ENSURE(pthread_join(w->thread, nullptr) == 0, "the watchdog's thread does not end");
     w->beats[w->own].is_set = 0;
+    watch_of_signals = nullptr;
     free(w);
 }
