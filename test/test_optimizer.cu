@@ -121,7 +121,7 @@ int main(int argc, char** argv)
     flags_parse(&flags, argc - 1, argv + 1);
     rates_refuse(&flags);
     run->flags = &flags;
-    comm_init(&run->comm);
+    comm_init(&run->comm, 600);
     device_init(&run->device, run->comm.host_rank, run->comm.host_num_ranks, 0);
     Shard* shard = &run->model.shard;
     place_tensors(shard, &flags, run->comm.num_ranks);
