@@ -189,6 +189,13 @@ def model_write(folder, config, tensors):
     return folder
 
 
+def saved_bytes(path):
+    """A file of a checkpoint; of state.json what does not depend on how far the run was to go."""
+    if path.name != "state.json":
+        return path.read_bytes()
+    return {k: v for k, v in json.loads(path.read_text()).items() if k not in ("flags", "check")}
+
+
 def weights(folder):
     return safetensors_read(folder / "model.safetensors")
 
