@@ -35,14 +35,6 @@ static size_t plan_bytes(const Plan* p, Place place)
     return sum;
 }
 
-/* Of the row whose pointer is *dest, if it has that place; else 0. */
-template <class T> static size_t plan_bytes_of(const Plan* p, Place place, T* const* dest)
-{
-    for (int i = 0; i < p->num_rows; i++)
-        if (p->rows[i].place == place && p->rows[i].dest == (void**)dest) return p->rows[i].bytes;
-    return 0;
-}
-
 /* Bytes of all rows with the place and label of row i, which is the first of them; of the others 0. */
 static size_t plan_label_bytes(const Plan* p, int i)
 {
