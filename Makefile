@@ -8,7 +8,7 @@ HAVE_NVCC      := $(shell command -v nvcc)
 HAVE_GPU       := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 DEFAULT_DEVICE := $(if $(and $(HAVE_NVCC),$(HAVE_GPU)),cuda,cpu)
 DEVICE         ?= $(DEFAULT_DEVICE)
-# Variants of the emulated build: CHECK=1 (kernels/cpu/emu_check.cpp) and COVERAGE=1 (dev/coverage.sh). Of the CPU
+# Variants of the emulated build: CHECK=1 (kernels/emu/emu_check.cpp) and COVERAGE=1 (dev/coverage.sh). Of the CPU
 # build: SANITIZE=1 (addresses, undefined behaviour, leaks).
 VARIANT        := $(if $(filter emu,$(DEVICE)),$(if $(CHECK),check,$(if $(COVERAGE),coverage,emu)),$\
                     $(if $(SANITIZE),sanitize,$(DEVICE)))
@@ -38,7 +38,7 @@ ifdef NO_NCCL
 endif
 
 # ---- the three devices ------------------------------------------------------------------------------------------
-# SUPPORT: what stands in for the CUDA toolkit where there is none, kernels/cpu/NAME.cpp.
+# SUPPORT: what stands in for the CUDA toolkit where there is none, kernels/cpu/NAME.cpp or kernels/emu/NAME.cpp.
 ifeq ($(DEVICE),cpu)
   PREC       ?= fp32 bf16 fp16
   TEST_PRECS := $(PREC)
@@ -60,14 +60,16 @@ ifeq ($(DEVICE),cpu)
 else ifeq ($(DEVICE),emu)
   PREC       ?= fp32 bf16 fp16
   TEST_PRECS := fp32 bf16 fp16
-  COMPILE    := $(CXX) -x c++ -std=c++17 -O2 -g -fopenmp $(WARN) -DDEVICE_EMU -Ikernels/cpu -I. $(MPI_FLAGS)
+  COMPILE    := $(CXX) -x c++ -std=c++17 -O2 -g -fopenmp $(WARN) -DDEVICE_EMU -Ikernels/emu -Ikernels/cpu -I. \
+                $(MPI_FLAGS)
   LINK       := $(CXX) -g -fopenmp
   LIBS       += -lopenblas
   SUPPORT    := runtime nccl blaslt emu
   ifdef CHECK
     # One host thread; the stand-ins themselves are not instrumented.
-    COMPILE  := $(CXX) -x c++ -std=c++17 -O1 -g $(WARN) -DDEVICE_EMU -DEMU_CHECK -Ikernels/cpu -I. $(MPI_FLAGS)
-    CHECKED  := -fsanitize=thread --param=tsan-instrument-func-entry-exit=0 -include kernels/cpu/emu_libc.h
+    COMPILE  := $(CXX) -x c++ -std=c++17 -O1 -g $(WARN) -DDEVICE_EMU -DEMU_CHECK -Ikernels/emu -Ikernels/cpu \
+                -I. $(MPI_FLAGS)
+    CHECKED  := -fsanitize=thread --param=tsan-instrument-func-entry-exit=0 -include kernels/emu/emu_libc.h
     SUPPORT  += emu_check
   endif
   ifdef COVERAGE
@@ -122,6 +124,8 @@ $(ISA_OBJS): $(BUILD)/train_gpt.%.o: train_gpt.cu $(BUILD)/flags
 	    $(MMD) -c $< -o $@
 
 $(BUILD)/%.o: kernels/cpu/%.cpp $(BUILD)/flags
+	$(COMPILE) $(if $(CHECKED),-O2) $(MMD) -c $< -o $@
+$(BUILD)/%.o: kernels/emu/%.cpp $(BUILD)/flags
 	$(COMPILE) $(if $(CHECKED),-O2) $(MMD) -c $< -o $@
 
 # ---- tests ------------------------------------------------------------------------------------------------------

@@ -1,28 +1,28 @@
 /* train_gpt.cu: the program. The step loop, what is printed, the modes.
  *
  * data/error.h     ENSURE, die               data/tokens.h loader.h      shards and the batches made of them
- * flags.h          every option              data/tokenizer.h            text <-> tokens
- * run.cuh fit.cuh  a run and its set-up      data/run_log.h              log.jsonl
- * rates.h          rates of each tensor      zero/update.h               the end of a step
- * model.cuh        the models, one block     zero/stages.h               who keeps what, when it moves, the step
- * passes.cuh       forward and backward      zero/weights.h init.h       weights: read, written, made
- * generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
- * choices.cuh      multiple choice           zero/save.h                 written while training goes on
- * run_folder.cuh   log, save, resume         kernels/device.cuh          the device
- * bench.cuh        how fast is a step        kernels/profile.h trace.cuh where its time goes
- * environment.cuh  what --report prints      shapes.cuh                  presets and configs
- *                                            ds_config.h ds_keys.h       DeepSpeed's JSON as flags
+ * data/flags.h          every option              data/tokenizer.h            text <-> tokens
+ * run/run.cuh run/fit.cuh  a run and its set-up      data/run_log.h              log.jsonl
+ * run/rates.h          rates of each tensor      zero/update.h               the end of a step
+ * model/model.cuh        the models, one block     zero/stages.h               who keeps what, when it moves, the step
+ * model/passes.cuh       forward and backward      zero/weights.h init.h       weights: read, written, made
+ * model/generate.cuh     text from a model         zero/checkpoint.h           a run saved, and gone on with
+ * model/choices.cuh      multiple choice           zero/save.h                 written while training goes on
+ * run/folder.cuh   log, save, resume         kernels/device.cuh          the device
+ * run/bench.cuh        how fast is a step        kernels/profile.h run/trace.cuh where its time goes
+ * run/environment.cuh  what --report prints      model/shapes.cuh                  presets and configs
+ *                                            data/ds_config.h data/ds_keys.h       DeepSpeed's JSON as flags
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
-#include "fit.cuh"
-#include "bench.cuh"
-#include "ds_config.h"
-#include "environment.cuh"
-#include "choices.cuh"
-#include "generate.cuh"
-#include "run_folder.cuh"
-#include "same.cuh"
-#include "tune.cuh"
+#include "run/fit.cuh"
+#include "run/bench.cuh"
+#include "data/ds_config.h"
+#include "run/environment.cuh"
+#include "model/choices.cuh"
+#include "model/generate.cuh"
+#include "run/folder.cuh"
+#include "run/same.cuh"
+#include "run/tune.cuh"
 #include "zero/init.h"
 
 #define VERSION "0.1.0"

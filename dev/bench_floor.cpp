@@ -23,7 +23,7 @@
 #include <ctime>
 #include <omp.h>
 #include <sys/mman.h>
-#include "../kernels/cpu/simd.h"
+#include "kernels/cpu/simd.h"
 
 static double now_s()
 {

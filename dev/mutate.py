@@ -77,13 +77,13 @@ SPARED = {
     "zero/stages.h: CUDA_CHECK(cudaStreamSynchronize(z->compute));": PAGEABLE,
     "zero/account.h: CUDA_CHECK(cudaStreamSynchronize(z->compute));": PAGEABLE,
     "train_gpt.cu: CUDA_CHECK(cudaStreamSynchronize(z->compute));": PAGEABLE,
-    "choices.cuh: CUDA_CHECK(cudaStreamSynchronize(stream));": PAGEABLE,
-    "choices.cuh: CUDA_CHECK(cudaStreamSynchronize(m->zero->compute));": PAGEABLE,
+    "model/choices.cuh: CUDA_CHECK(cudaStreamSynchronize(stream));": PAGEABLE,
+    "model/choices.cuh: CUDA_CHECK(cudaStreamSynchronize(m->zero->compute));": PAGEABLE,
     "zero/plan.h: CUDA_CHECK(cudaDeviceSynchronize());":
         "a copy from pageable memory on the same stream follows, and waits for it; in --bench none does",
-    "bench.cuh: comm_barrier(&run->comm);: collective removed": TOGETHER,
-    "trace.cuh: comm_barrier(&run->comm);: collective removed": TOGETHER,
-    "trace.cuh: CUDA_CHECK(cudaDeviceSynchronize());": TOGETHER,
+    "run/bench.cuh: comm_barrier(&run->comm);: collective removed": TOGETHER,
+    "run/trace.cuh: comm_barrier(&run->comm);: collective removed": TOGETHER,
+    "run/trace.cuh: CUDA_CHECK(cudaDeviceSynchronize());": TOGETHER,
     "train_gpt.cu: comm_barrier_idle(&run->comm);: collective removed":
         "ranks that have no part in a text would wait for its end in MPI_Finalize: the same, but spinning",
 }
@@ -108,7 +108,9 @@ def code_of(text):
 def sources():
     files = sorted((ROOT / "kernels").glob("*.cuh")) + sorted((ROOT / "zero").glob("*.h"))
     files = [f for f in files if f.name != "prim.cuh"]
-    return files + sorted(ROOT.glob("*.cuh")) + [ROOT / "train_gpt.cu"]
+    for folder in ("model", "run"):
+        files += sorted((ROOT / folder).glob("*.cuh"))
+    return files + [ROOT / "train_gpt.cu"]
 
 
 def mutate(path, found):

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Tokens a second on paper: what `--plan --auto` of a build with bf16 makes of models, cards and numbers of them. A
-projection, from rates of single operations (step_time.cuh, docs/benchmarks.md); no run has been made.
+projection, from rates of single operations (model/step_time.cuh, docs/benchmarks.md); no run has been made.
 
   dev/step_model.py [PROGRAM]          default build/cpu/train_gpt; prints the table of docs/benchmarks.md
 """

@@ -15,7 +15,7 @@
 #pragma once
 #include "dropout.cuh"
 #ifdef DEVICE_CPU
-#include "cpu/gemm.h"
+#include "kernels/cpu/gemm.h"
 #endif
 
 typedef struct { int B, T, NH, NKV, HS; float scale; } AttentionDims;

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
-#include "../data/error.h"
+#include "data/error.h"
 #include "prim.cuh"
 
 #if !defined(PREC_FP32) && !defined(PREC_BF16) && !defined(PREC_FP16)

@@ -11,10 +11,10 @@
 #endif
 #include "common.cuh"
 #ifdef DEVICE_CPU
-#include "cpu/simd.h"
+#include "kernels/cpu/simd.h"
 #endif
 #ifndef DEVICE_CUDA
-#include "cpu/device.h"
+#include "kernels/cpu/device.h"
 #endif
 
 /* A GPU: dense 16-bit tensor-core peak with fp32 accumulation, fp32 peak, memory bandwidth; link, bus to the host's

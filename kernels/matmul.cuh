@@ -20,7 +20,7 @@
 #pragma once
 #include "gelu.cuh"
 #ifdef DEVICE_CPU
-#include "cpu/gemv.h"
+#include "kernels/cpu/gemv.h"
 #else
 #include <cublasLt.h>
 #endif

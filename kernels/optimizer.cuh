@@ -54,7 +54,7 @@ static const OptimizerRow optimizer_rows[] = {
     {"muon", Optimizer::MUON, true, true, 0.95, 0.95, 0.1},
 };
 
-/* flags.h lets no other name through. */
+/* data/flags.h lets no other name through. */
 static const OptimizerRow* optimizer_find(const char* name)
 {
     for (const OptimizerRow& row : optimizer_rows)

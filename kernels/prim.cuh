@@ -28,7 +28,7 @@
 
 #define DEV static inline
 #define HOSTDEV static inline
-#include "cpu/emu.h"
+#include "kernels/emu/emu.h"
 
 #define LAUNCH(kernel, grid, block, smem_bytes, stream, ...) \
     EmuKernel<(kernel)>::launch(#kernel, dim3(grid), dim3(block), smem_bytes, stream, ##__VA_ARGS__)

@@ -9,7 +9,7 @@
 #include "profile.h"
 
 #ifdef DEVICE_CPU
-#include "cpu/simd.h"
+#include "kernels/cpu/simd.h"
 #else
 
 static constexpr int VEC = 16 / (int)sizeof(floatX);

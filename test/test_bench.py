@@ -146,7 +146,7 @@ def test_other_precisions(folder, tmp_path, precision, flags):
     ("gpt2", 1, ["-g", 2, "--dropout", 0.1]), ("llama", 1, ["-r", "attention", "--optimizer", "muon"]),
     ("llama", 2, ["-z", 3, "-r", 2]), ("gpt2", 2, ["-z", 2, "-g", 2, "--optimizer", "lamb"])])
 def test_as_planned(folder, tmp_path, family, ranks, flags):
-    """What launchers say of themselves is what cost.cuh says of the step."""
+    """What launchers say of themselves is what model/cost.cuh says of the step."""
     j, _ = bench(folder, tmp_path, family, *flags, ranks=ranks)
     plan = train_gpt("--plan", "-m", folder / family, "--from-scratch", "-t", T, "-b", B, *flags, "--ranks", ranks,
                      "-d", folder / "data")

@@ -5,9 +5,9 @@
 #pragma once
 #include <sys/resource.h>
 #include <sys/wait.h>
-#include "../data/loader.h"
-#include "../data/safetensors.h"
-#include "../data/tokenizer.h"
+#include "data/loader.h"
+#include "data/safetensors.h"
+#include "data/tokenizer.h"
 
 static int num_passed, num_failed;
 static const char* current_test;

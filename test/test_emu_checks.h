@@ -3,7 +3,7 @@
  * reads them from this file. Then requests whose cost is known are counted. */
 #include <cctype>
 #include <nccl.h>
-#include "kernels/cpu/emu_check.h"
+#include "kernels/emu/emu_check.h"
 
 static const struct { const char *name, *message; } checked_mistakes[] = {
     {"read_past_end", "out of bounds"}, {"write_past_end", "out of bounds"}, {"shared_past_end", "out of bounds"},

@@ -5,7 +5,7 @@
  *   sectors      the fewest 32-byte sectors that hold what the warps asked for, over those they touched
  *   conflicts    wavefronts of shared memory over those without bank conflicts
  * Sizes are such that whole rows are vectors; the scalar paths of odd sizes are tested for results, not for speed. */
-#include "kernels/cpu/emu_check.h"
+#include "kernels/emu/emu_check.h"
 
 static const double MOST_MOVED = 1.10, LEAST_SECTORS = 0.95, MOST_CONFLICTS = 1.05;
 static const int TRAFFIC_MAX_TENSORS = 16;

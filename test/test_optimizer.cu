@@ -2,7 +2,7 @@
  * it and knows what must come out.
  *   test_optimizer FOLDER FLAGS...   reads FOLDER/params.bin (P) and FOLDER/grads.bin (steps,P), writes FOLDER/out.bin
  * All fp32, tensors one after another. Each rank adds a share of its own of every gradient. */
-#include "../run.cuh"
+#include "run/run.cuh"
 
 /* Two embeddings' worth of nothing in particular: a padded matrix, a unit of hidden ones in both layouts, q k v side by
  * side, vectors, and a last unit that is smaller than the alignment. */

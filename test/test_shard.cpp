@@ -3,8 +3,8 @@
  * For random tables of tensors: the slices of a unit tile it; the parts of a tensor in the slices tile the tensor, in
  * order; packed places of different units do not overlap and fill num_elems / R; logical places depend neither on R nor
  * on what is kept in fp32, which is all in unit 0. */
-#include "../zero/shard.h"
-#include "../zero/watchdog.h"
+#include "zero/shard.h"
+#include "zero/watchdog.h"
 
 static int num_wrong;   // of the number of ranks being tried
 

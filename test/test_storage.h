@@ -1,6 +1,6 @@
 /* test_storage.h: op tests of the optimizer on states of other storage than fp32. Part of test_ops.cu. */
 #pragma once
-#include "../kernels/optimizer.cuh"
+#include "kernels/optimizer.cuh"
 
 /* States of other storage. dims: n, elements by which the tensors are shifted, Dtype of the master (BF16: none), 1 for
  * m and v in bf16, 1 for a gradient in 16 bits. The run's first element is number 77 of all parameters. */

@@ -10,11 +10,11 @@
 #ifndef NO_MPI
 #include <mpi.h>
 #endif
-#include "../kernels/progress.cuh"
-#include "../kernels/values.cuh"
+#include "kernels/progress.cuh"
+#include "kernels/values.cuh"
 #include "watchdog.h"
 #ifndef DEVICE_CUDA
-#include "../kernels/cpu/device.h"
+#include "kernels/cpu/device.h"
 #endif
 #ifndef NO_NCCL
 #include <nccl.h>

@@ -9,7 +9,7 @@
  * i counts row-major in the shape of the HF file; the name is the HF name, `transformer.` included. */
 #pragma once
 #include "shard.h"
-#include "../kernels/common.cuh"
+#include "kernels/common.cuh"
 
 static inline uint64_t fnv1a64(const void* data, size_t size_bytes, uint64_t hash = 0xcbf29ce484222325ull)
 {

@@ -2,9 +2,9 @@
  * allocated as printed, once. Nothing else allocates device memory, and nothing is allocated inside a step.
  * A row may also be a measured or estimated amount without a pointer (the libraries' own memory). */
 #pragma once
-#include "../kernels/common.cuh"
+#include "kernels/common.cuh"
 #ifndef DEVICE_CUDA
-#include "../kernels/cpu/device.h"
+#include "kernels/cpu/device.h"
 #endif
 
 enum class Place { DEVICE, HOST };

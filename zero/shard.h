@@ -22,7 +22,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include "../data/error.h"
+#include "data/error.h"
 
 enum { SHARD_ALIGN_ELEMS = 64 };   // 256 bytes of fp32, 128 of bf16: any vector load is aligned
 

@@ -7,7 +7,7 @@
  *   stage 3  parameters sliced too: a unit's whole parameters live in one of two ring buffers while its forward or
  *            backward runs, and the next one's are gathered meanwhile. What is still in the ring is not gathered again.
  *            Resident units, and those below `persist_below`, keep theirs whole and are gathered after the step. The
- *            model says which units are resident: not those of a large untied vocabulary (passes.cuh).
+ *            model says which units are resident: not those of a large untied vocabulary (model/passes.cuh).
  * Tensors that are kept in fp32 in a 16-bit model are one unit (shard.h), whole on every rank, and its gradient too;
  * what products read of it is a copy that each rank rounds.
  * Rank r updates slice r of every unit (shard.h). The printed norm is summed by slices at every stage, so that it has
@@ -18,9 +18,9 @@
  * Nothing here knows a transformer: the model says zero_params_begin(u) before it uses unit u's parameters, and
  * zero_gradient_begin(u), adds its gradients, zero_gradient_end(u). */
 #pragma once
-#include "../kernels/accumulate.cuh"
-#include "../kernels/global_norm.cuh"
-#include "../kernels/optimizer.cuh"
+#include "kernels/accumulate.cuh"
+#include "kernels/global_norm.cuh"
+#include "kernels/optimizer.cuh"
 #include "buckets.h"
 #include "comm.h"
 #include "plan.h"

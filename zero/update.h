@@ -7,7 +7,7 @@
  *         gathers would send R - 1 times as much and do all the arithmetic on every rank. At stage 0 gradients are
  *         whole everywhere, and each rank does all matrices itself: no bytes, but no share either. */
 #pragma once
-#include "../kernels/muon.cuh"
+#include "kernels/muon.cuh"
 #include "account.h"
 
 // ------------------------------------------------------------------------------------------------------------ units

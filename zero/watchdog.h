@@ -9,7 +9,7 @@
 #include <csignal>
 #include <ctime>
 #include <pthread.h>
-#include "../data/error.h"
+#include "data/error.h"
 
 enum { WATCH_STREAMS = 4, WATCH_ASKED = 4096 };
 

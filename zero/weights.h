@@ -5,8 +5,8 @@
  * A folder that not all ranks see is read by rank 0, which sends it to the others. Not handled: an export to such a
  * folder. */
 #pragma once
-#include "../data/folder.h"
-#include "../data/safetensors.h"
+#include "data/folder.h"
+#include "data/safetensors.h"
 #include "stages.h"
 
 static const size_t MAX_FILE_BYTES = 5000000000;   // larger files are split

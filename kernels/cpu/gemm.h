@@ -16,7 +16,7 @@
 #include <cstdlib>
 #include <omp.h>
 #include <sys/mman.h>
-#include "../common.cuh"
+#include "kernels/common.cuh"
 #include "simd.h"
 
 #ifdef __AVX512F__

@@ -14,7 +14,7 @@
 #include <nccl.h>
 #include "device.h"
 #ifdef DEVICE_EMU
-#include "emu_check.h"
+#include "kernels/emu/emu_check.h"
 #endif
 #include "reduce.h"
 #include "stream.h"

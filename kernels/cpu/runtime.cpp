@@ -87,7 +87,7 @@ static bool budget_take(size_t size_bytes)
 }
 
 #ifdef DEVICE_EMU
-#include "runtime_emu.h"
+#include "kernels/emu/runtime_emu.h"
 #else
 #include "runtime_cpu.h"
 #endif

@@ -5,14 +5,14 @@
  * opened by then is freed and closed; what a parser that accepts does not free itself is reported as a leak. */
 #include <csetjmp>
 #include <sanitizer/allocator_interface.h>
-#include "ds_config.h"
-#include "fit.cuh"
+#include "data/ds_config.h"
+#include "run/fit.cuh"
 
 // The machine code that PCRE2 makes is no memory that can be given back from outside: the same matches, slower.
 #undef pcre2_jit_compile
 #define pcre2_jit_compile(code, options) 0
-#include "choices.cuh"
-#include "generate.cuh"
+#include "model/choices.cuh"
+#include "model/generate.cuh"
 #include "zero/checkpoint.h"
 
 static char folder[64];

@@ -1,4 +1,4 @@
-/* run_folder.cuh: what a run leaves behind and goes on from: OUT/run.json, log.jsonl, step_*, and the model's
+/* folder.cuh: what a run leaves behind and goes on from: OUT/run.json, log.jsonl, step_*, and the model's
  * config.json and tokenizer.json.
  *   save           at a step boundary: a checkpoint is begun       save_poll   at every later one: it gets further
  *   choose_resume  where --resume points                           resume      goes on from there
@@ -7,7 +7,7 @@
  *   repeat_check   is this machine like that of the run to repeat? repeat_say  was it the same to the last bit? */
 #pragma once
 #include "run.cuh"
-#include "run_record.h"
+#include "data/run_record.h"
 #include "zero/save.h"
 
 // ------------------------------------------------------------------------------------------------------------ save

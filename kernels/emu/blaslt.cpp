@@ -13,7 +13,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include "emu_check.h"
-#include "stream.h"
+#include "kernels/cpu/stream.h"
 #include <unistd.h>
 
 extern "C" void openblas_set_num_threads(int num_threads);

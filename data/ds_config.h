@@ -6,7 +6,7 @@
  * train_gpt's. What becomes of a key is one row of ds_keys.h; a key that has none is a mistake and is refused with the
  * nearest that has one. All refusals of a file are said in one sentence. --print-config shows the result. */
 #pragma once
-#include "data/json.h"
+#include "json.h"
 #include "ds_keys.h"
 #include "flags.h"
 

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <strings.h>
-#include "data/error.h"
+#include "error.h"
 
 #define FLAGS(F) \
     F(TEXT,   model,         'm', "",        0, 0, "preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 llama-60m llama-1b llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b), HF folder or checkpoint") \

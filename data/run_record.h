@@ -4,11 +4,11 @@
  *    "train_tokens": ..., "val_tokens": ...,
  *    "model_is_here": false,      true: the model is OUT/config.json with new weights, not what --model names
  *    "arguments": ["--lr=0.001", ...],     every flag that was given, paths in full; those of --config as flags
- *    "products": [...]}                    with --tune: see tune.cuh
+ *    "products": [...]}                    with --tune: see run/tune.cuh
  * Written when a run starts and not when it goes on; each going on is in the log. The data stay where they are: if
  * their number of tokens is another one, a repetition is refused. */
 #pragma once
-#include "data/json.h"
+#include "json.h"
 #include "flags.h"
 
 /* What was given, and what defaults to something of this build or folder; not what a repetition gives itself. */

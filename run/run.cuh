@@ -1,13 +1,13 @@
 /* run.cuh: a run: what it holds, and its set-up from flags, files and number of ranks up to the plan of its memory. */
 #pragma once
 #include <sys/resource.h>
-#include "flags.h"
+#include "data/flags.h"
 #include "data/run_log.h"
 #include "kernels/device.cuh"
 #include "data/loader.h"
 #include "data/tokenizer.h"
-#include "generate.cuh"
-#include "passes.cuh"
+#include "model/generate.cuh"
+#include "model/passes.cuh"
 #include "ramp.h"
 #include "rates.h"
 #include "zero/save.h"
@@ -249,7 +249,7 @@ static StepConfig step_config(const Run* run)
 {
     const Flags* f = run->flags;
     StepConfig c = {};
-    c.schedule = schedule_find(f->schedule)->schedule;   // flags.h lets no other name through
+    c.schedule = schedule_find(f->schedule)->schedule;   // data/flags.h lets no other name through
     c.peak_lr = f->lr;
     c.min_lr = f->min_lr < 0 ? 0.1 * f->lr : f->min_lr;
     c.total_steps = run->num_steps;

@@ -14,7 +14,7 @@
 #pragma once
 #include "data/lines.h"
 #include "data/tokenizer.h"
-#include "flags.h"
+#include "data/flags.h"
 #include "kernels/attention_cached.cuh"
 #include "passes.cuh"
 #include "zero/init.h"

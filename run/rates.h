@@ -3,7 +3,7 @@
  * factor of the learning rate and a weight decay of their own; of groups that fit the same tensor a later one wins. */
 #pragma once
 #include <fnmatch.h>
-#include "flags.h"
+#include "data/flags.h"
 #include "kernels/optimizer.cuh"
 #include "zero/shard.h"
 

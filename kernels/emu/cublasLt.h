@@ -3,7 +3,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include "cuda_runtime.h"
+#include "kernels/cpu/cuda_runtime.h"
 
 typedef enum cudaDataType_t {
     CUDA_R_32F = 0,

@@ -3,7 +3,7 @@
 #pragma once
 #include "kernels/cpu/isa.h"
 #include "run.cuh"
-#include "step_time.cuh"
+#include "model/step_time.cuh"
 
 typedef struct Estimate {
     size_t device_bytes;
