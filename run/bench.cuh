@@ -12,6 +12,7 @@
 #pragma once
 #include <sys/resource.h>
 #include "trace.cuh"
+#include "train_step.cuh"
 
 enum { BENCH_WARMUP_STEPS = 3, BENCH_MAX_WARMUP_STEPS = 30, BENCH_OP_STEPS = 3 };
 
@@ -32,8 +33,6 @@ typedef struct Bench {
     int num_ops;
     double op_step_ms, compute_ms, moving_ms, hidden_ms, other_ms, done_flops;
 } Bench;
-
-static void train_step(Run* run);   // train_gpt.cu
 
 // -------------------------------------------------------------------------------------------------------- ceilings
 /* Milliseconds of the best of a few calls after one to warm up. */
@@ -480,15 +479,14 @@ static void bench_json_step(cJSON* j, const Bench* b, const BenchFigures* x)
 }
 
 /* --bench-json: the run's settings first, then every figure. */
-static void bench_json(const Run* run, const Bench* b, const BenchFigures* x, const char* version,
-                       const char* model_name)
+static void bench_json(const Run* run, const Bench* b, const BenchFigures* x, const char* model_name)
 {
     const Setting* s = &run->setting;
     char level[16], now[32];
     time_t seconds = time(nullptr);
     strftime(now, sizeof now, "%Y-%m-%dT%H:%M:%SZ", gmtime(&seconds));
     cJSON* j = json_new_object();
-    for (auto member : {std::initializer_list<const char*>{"version", version}, {"date", now},
+    for (auto member : {std::initializer_list<const char*>{"version", VERSION}, {"date", now},
                         {"device", run->device.name}, {"model", model_name}, {"precision", FLOATX_NAME},
                         {"optimizer", run->flags->optimizer}, {"recompute", recompute_name(*s, level)},
                         {"flops_convention", "6 N + 6 L C T a token: N all parameters, attention causal"}})
@@ -544,7 +542,7 @@ static void bench_refuse(const Flags* f)
     if (f->given[FLAG_steps] && f->steps < 1) die_usage("-n %lld: --bench needs a step to time", (long long)f->steps);
 }
 
-static void bench(Run* run, Ceilings ceilings, const char* version, const char* model_name)
+static void bench(Run* run, Ceilings ceilings, const char* model_name)
 {
     Bench b = {};
     b.ceilings = ceilings;
@@ -561,7 +559,7 @@ static void bench(Run* run, Ceilings ceilings, const char* version, const char* 
     BenchFigures x = bench_figures(run, &b);
     if (run->comm.rank == 0) {
         bench_print(run, &b, &x);
-        if (run->flags->bench_json[0]) bench_json(run, &b, &x, version, model_name);
+        if (run->flags->bench_json[0]) bench_json(run, &b, &x, model_name);
     }
     free(b.steps);
     free(b.order);

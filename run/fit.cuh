@@ -40,8 +40,11 @@ static Estimate setting_estimate(const Run* run, Setting s)
     return e;
 }
 
-/* Bytes on the device in bf16, from the object of that precision if it is in this binary. */
+/* Bytes on the device in bf16: the object of that precision has the function, if it is in this binary. */
 __attribute__((weak)) size_t ISA_NAME(device_bytes_bf16)(const Run* run, Setting s);
+#ifdef PREC_BF16
+size_t ISA_NAME(device_bytes_bf16)(const Run* run, Setting s) { return setting_estimate(run, s).device_bytes; }
+#endif
 
 /* The next lower micro-batch that keeps the global batch. */
 static bool lower_micro_batch(Setting* s)

@@ -8,6 +8,7 @@
 #pragma once
 #include "run.cuh"
 #include "data/run_record.h"
+#include "version.h"
 #include "zero/save.h"
 
 // ------------------------------------------------------------------------------------------------------------ save
@@ -221,7 +222,7 @@ static void resume(Run* run, char (&folder)[4096])
 
 // ------------------------------------------------------------------------------------------------- run.json, repeat
 /* Where a new run begins. All ranks, for the list of their hosts. */
-static void record_start(Run* run, const char* version, const char* build, const char* model_name)
+static void record_start(Run* run, const char* model_name)
 {
     const Flags* f = run->flags;
     typedef struct { char text[160]; } Where;
@@ -235,8 +236,8 @@ static void record_start(Run* run, const char* version, const char* build, const
         strftime(started, sizeof started, "%Y-%m-%dT%H:%M:%SZ", gmtime(&now));
         bool is_preset = run->model.config.hf_text == nullptr, model_is_here = !is_preset && f->from_scratch;
         cJSON* j = json_new_object();
-        json_add_string(j, "version", version);
-        json_add_string(j, "build", build);
+        json_add_string(j, "version", VERSION);
+        json_add_string(j, "build", VERSION_LINE);
         json_add_string(j, "started", started);
         json_add_int(j, "num_ranks", run->comm.num_ranks);
         json_add_int(j, "global_batch", (long long)run->global_batch);
@@ -269,7 +270,7 @@ static void tokenizer_keep(Run* run)
 }
 
 /* Before anything is allocated. */
-static void repeat_check(Run* run, const char* version)
+static void repeat_check(Run* run)
 {
     const char* folder = run->flags->repeat;
     if (!folder[0]) return;
@@ -285,7 +286,7 @@ static void repeat_check(Run* run, const char* version)
            "data back", folder, run->flags->data, run->train_set.num_toks, run->val_set.num_toks, train, val);
     const char* then = json_string(record, "version", folder);
     SAY("repeat  %s, run by version %s%s\n", folder, then,
-        strcmp(then, version) == 0 ? "" : ": this is another, which may give other bits");
+        strcmp(then, VERSION) == 0 ? "" : ": this is another, which may give other bits");
     cJSON_Delete(record);
 }
 
@@ -313,14 +314,14 @@ static void repeat_say(const Run* run, const char* hash)
 }
 
 // ------------------------------------------------------------------------------------------------------------- log
-static void log_start(Run* run, const char* version, const char* model_name)
+static void log_start(Run* run, const char* model_name)
 {
     if (!run->flags->out[0] || run->comm.rank != 0) return;
     char buf[64];
     log_open(&run->log, run->flags->out, run->flags->resume[0] ? (long long)run->step : -1);
     fprintf(run->log.f, "{\"run\": ");
     log_begin(&run->log);
-    log_text(&run->log, "version", version);
+    log_text(&run->log, "version", VERSION);
     log_text(&run->log, "device", run->device.name);
     log_int(&run->log, "num_ranks", run->comm.num_ranks);
     log_text(&run->log, "model_name", model_name);

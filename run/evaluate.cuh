@@ -1,0 +1,93 @@
+/* evaluate.cuh: the loss of the validation set, and a sample of text at the end of a run. */
+#pragma once
+#include "train_step.cuh"
+
+typedef struct { double loss; double num_tokens; } EvalResult;   // of no token: cut short
+
+/* Between steps, where the hosts may wait for one another. */
+static Ask ask_outside_step(Run* run)
+{
+    Ask ask = signals_agree(&run->comm);
+    if (ask > run->ask) run->ask = ask;
+    return run->ask;
+}
+
+/* The whole validation set (or --eval-batches of it): sum of losses / tokens. Ranks without data run empty batches. A
+ * run that is asked to end cuts it short. */
+static EvalResult evaluate(Run* run)
+{
+    Loader* val = run->val;
+    Zero* z = &run->zero;
+    size_t per_batch = (size_t)run->B * run->comm.num_ranks, num_batches = ceil_div(val->num_windows, per_batch);
+    if (run->flags->eval_batches > 0 && (size_t)run->flags->eval_batches < num_batches)
+        num_batches = run->flags->eval_batches;
+    loader_seek(val, 0);
+    double* sums = z->step_sums;   // free between steps
+    CUDA_CHECK(cudaMemsetAsync(sums, 0, 2 * sizeof(double), z->compute));
+    for (size_t i = 0; i < num_batches; i++) {
+        if (ask_outside_step(run) == Ask::END) return EvalResult{};      // there is no step after it
+        cudaEvent_t copied = run->batch_copied[i % 2];
+        CUDA_CHECK(cudaEventSynchronize(copied));                // the copy before the last
+        load_batch(run, val, i % 2, run->T);
+        CUDA_CHECK(cudaEventRecord(copied, z->compute));
+        model_eval_micro(&run->model, sums, run->B, run->T);
+    }
+    comm_all_reduce(&run->comm, sums, 2, ncclFloat64, z->compute);
+    double h_sums[2];
+    CUDA_CHECK(cudaMemcpyAsync(h_sums, sums, sizeof h_sums, cudaMemcpyDeviceToHost, z->compute));
+    CUDA_CHECK(cudaStreamSynchronize(z->compute));
+    zero_ring_forget(z);
+    return EvalResult{h_sums[1] / h_sums[0], h_sums[0]};
+}
+
+static void evaluate_and_say(Run* run)
+{
+    if (!run->has_val) return;
+    EvalResult r = evaluate(run);
+    run->val_due = r.num_tokens == 0;
+    if (run->val_due) return;
+    double bits = 0;
+    if (run->val_set.text_bytes > 0)
+        bits = r.loss / M_LN2 * (double)run->val_set.num_toks / (double)run->val_set.text_bytes;
+    if (run->flags->eval) SAY("val | ");
+    else SAY("val  %zu/%zu | ", run->step, run->num_steps);
+    SAY("loss %.6f | perplexity %.3f per token, %.0f tokens", r.loss,
+        exp(r.loss), r.num_tokens);
+    if (bits > 0) SAY(" | %.4f bits per byte", bits);
+    if (run->val_set.num_words > 0)
+        SAY(" | perplexity %.3f per word",
+            exp(r.loss * (double)run->val_set.num_toks / (double)run->val_set.num_words));
+    if (run->flags->eval_stride > 0) SAY(" | windows of %d every %lld", run->T, (long long)run->flags->eval_stride);
+    SAY("\n");
+    log_begin(&run->log);
+    log_int(&run->log, "step", (long long)run->step);
+    log_real(&run->log, "val_loss", r.loss);
+    log_int(&run->log, "val_tokens", (long long)r.num_tokens);
+    if (bits > 0) log_real(&run->log, "bits_per_byte", bits);
+    log_end(&run->log);
+}
+
+/* At the end of a run, where there is a tokenizer: what the model makes of the validation text's beginning. On rank 0;
+ * the others wait, or at stage 3 take part. */
+static void say_sample(Run* run)
+{
+    if ((run->comm.rank == 0 || run->setting.stage == 3) && run->tokenizer_path[0]) {
+        int num_ids = run->T < 16 ? run->T : 16;   // of the first validation window, which is rank 0's
+        loader_seek(run->val, 0);
+        loader_next(run->val, run->h_tokens, run->h_targets);
+        if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens, num_ids * sizeof(int));
+        SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
+        JsonText heard = {};
+        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens, num_ids, &heard);
+        if (heard.text != nullptr) {
+            char* valid = text_as_utf8(heard.text, heard.length);
+            log_begin(&run->log);
+            log_int(&run->log, "step", (long long)run->step);
+            log_text(&run->log, "sample", valid);
+            log_end(&run->log);
+            free(valid);
+        }
+        json_text_free(&heard);
+    }
+    comm_barrier_idle(&run->comm);
+}

@@ -1,0 +1,179 @@
+/* report.cuh: what a run prints and logs: settings, plan and estimate at the start, a line per step, a bar for steps
+ * that take long. */
+#pragma once
+#include "fit.cuh"
+#include "version.h"
+
+// --------------------------------------------------------------------------------------------------------- the start
+/* Time of a step; with --plan also what other settings take, and whether this one fits. */
+static void print_estimate(const Run* run)
+{
+    if (run->comm.rank != 0) return;
+    const Setting* s = &run->setting;
+    Estimate e = setting_estimate(run, *s);
+    printf("time    %.4g Gflop per step and rank", costs_sum(&e.costs, nullptr).flops * 1e-9);
+    if (e.step_s > 0)
+        printf(": on paper %.3g s (forward %.3g, backward %.3g, update %.3g, waiting for the wire %.3g), %.4g tok/s",
+               e.step_s, e.time.forward_s, e.time.backward_s, e.time.update_s, e.time.exposed_s,
+               run->global_batch * run->T / e.step_s);
+    printf("\n");
+    if (!run->flags->plan) return;
+    costs_print(&run->device, &run->model, &e.costs, stdout);
+    size_t have_bytes = device_free_bytes(run);
+    recompute_print(run, stdout, have_bytes);
+    if (e.device_bytes <= have_bytes) {
+        printf("fits    %.1f of %.1f MiB\n", e.device_bytes / 1048576.0, have_bytes / 1048576.0);
+        return;
+    }
+    printf("does not fit: need %.1f MiB, have %.1f MiB. Change\n", e.device_bytes / 1048576.0, have_bytes / 1048576.0);
+    ladder_print(run, stdout, have_bytes);
+}
+
+static void print_start(Run* run, const char* model_name)
+{
+    const Config* c = &run->model.config;
+    const Flags* f = run->flags;
+    char buf[64], level[16];
+    SAY("train_gpt " VERSION " | %s, %s | %d rank%s, %d thread%s each", run->device.name, FLOATX_NAME,
+        run->comm.num_ranks, run->comm.num_ranks > 1 ? "s" : "", run->device.num_threads,
+        run->device.num_threads > 1 ? "s" : "");
+    if (run->device.peak_flops > 0) SAY(" | peak %.4g Gflop/s per rank", run->device.peak_flops * 1e-9);
+    if (f->config[0]) SAY("\nconfig  %s (--print-config says what became of each key)", f->config);
+    SAY("\nflags  ");
+    for (const FlagRow& row : flag_rows)
+        if (f->given[&row - flag_rows]) SAY(" --%s=%s", row.name, flag_value(f, &row, buf));
+    SAY("\nmodel   %s%s: %s, L %d, C %d, NH %d, NKV %d, HS %d, F %d, V %d (padded to %d), context %d | "
+        "%.2fM parameters\n", model_name, f->model[0] ? "" : " (the default of this build; -m takes another)",
+        c->model_type, c->L, c->C, c->NH, c->NKV, c->HS, c->F, c->V, c->VP, c->context,
+        run->model.shard.num_params * 1e-6);
+    if (f->bench) SAY("data    made up\n");
+    else if (run->train == nullptr) SAY("data    none in %s\n", f->data);   // a plan needs none
+    else
+        SAY("data    %s: %zu tokens in %zu shard%s, %zu windows of %d, %zu tokens of tails left out\n", f->data,
+            run->train_set.num_toks, run->train_set.num_files, run->train_set.num_files > 1 ? "s" : "",
+            run->train->num_windows, run->T, run->train->num_tail_toks);
+    if (run->has_val) SAY("val     %zu tokens in %zu windows\n", run->val_set.num_toks, run->val->num_windows);
+    SAY("batch   %zu sequences = %d per micro-step x %d micro-steps x %d ranks | %zu tokens per step\n",
+        run->global_batch, run->B, run->G, run->comm.num_ranks, run->global_batch * run->T);
+    SAY("steps   %zu = %.2f epochs | lr %.3g %s to %.3g, warm-up %zu steps | seed %lld\n", run->num_steps,
+        run->train == nullptr ? 0 : (double)windows_before(run, run->num_steps) / run->train->num_windows,
+        run->config.peak_lr, f->schedule,
+        run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
+    if (run->comm.rank == 0) rates_print(f, stdout);
+    if (f->fp32_tensors[0])
+        SAY("fp32    %d tensors, %zu elements with their padding\n", run->model.shard.units[0].num_tensors,
+            run->model.shard.units[0].range.count);
+    if (run->batch_ramp.steps > 0)
+        SAY("ramp    global batch from %zu, over %zu steps\n", run->batch_ramp.from, run->batch_ramp.steps);
+    if (run->seq_ramp.steps > 0)
+        SAY("ramp    tokens of a sequence from %zu, over %zu steps\n", run->seq_ramp.from, run->seq_ramp.steps);
+    if (run->model.dropout > 0 || run->model.attention_dropout > 0)
+        SAY("dropout %g of embeddings and branches, %g of attention probabilities\n", run->model.dropout,
+            run->model.attention_dropout);
+    else if (c->pdrop > 0 && !f->given[FLAG_dropout])
+        SAY("dropout none: config.json names %g, which is taken with --dropout %g\n", c->pdrop, c->pdrop);
+    WireBytes wire = zero_wire_bytes(&run->zero);
+    char optimizer_wire[64] = "";
+    if (wire.optimizer > 0)
+        snprintf(optimizer_wire, sizeof optimizer_wire, ", %s %zu bytes", f->optimizer, wire.optimizer);
+    const char* collective = run->setting.stage == 0 ? "all-reduce" : "reduce-scatter";
+    SAY("ZeRO    stage %d, -r %s | %.2f MiB sent per step and rank: %s of gradients %.2f, all-gather of parameters "
+        "%.2f, all-reduce of sums %zu bytes%s | %s\n", run->setting.stage, recompute_name(run->setting, level),
+        wire_bytes_per_step(run) / 1048576.0, collective, wire.gradients / 1048576.0, wire.parameters / 1048576.0,
+        wire.sums, optimizer_wire, f->overlap ? "overlapped" : "not overlapped");
+    if (run->comm.rank == 0) plan_print(&run->plan, stdout);
+    print_estimate(run);
+    if (!f->out[0]) SAY("output  none (-o FOLDER keeps log and checkpoints)\n");
+    fflush(stdout);
+}
+
+// ------------------------------------------------------------------------------------------------------------ a step
+/* Where the Inf or NaN is for which a step was skipped: a tensor's gradient, or the loss alone. Synchronises. */
+static const char* nonfinite_name(Run* run, int slot)
+{
+    int t = zero_first_nonfinite(&run->zero, slot);
+    return t >= 0 ? run->model.shard.tensors[t].name : "the loss";
+}
+
+/* What is unusual about a step, for its line and into the log. Every rank comes here. */
+static void remark_step(Run* run, const StepState* s, int slot, char (&text)[256])
+{
+    text[0] = 0;
+    if (s->skip == Skip::NO_TOKS) snprintf(text, sizeof text, " | no token counted: nothing changed");
+    if (s->skip == Skip::NONFINITE) {
+        const char* name = nonfinite_name(run, slot);
+        snprintf(text, sizeof text, " | SKIPPED: Inf or NaN in %s", name);
+        log_text(&run->log, "nonfinite", name);
+    } else if (s->is_spike) {
+        bool loss = s->loss_deviations > s->norm_deviations;
+        snprintf(text, sizeof text, " | %s: %s %.1f deviations above its mean",
+                 s->skip == Skip::SPIKE ? "SKIPPED" : "WARNING", loss ? "loss" : "norm",
+                 loss ? s->loss_deviations : s->norm_deviations);
+        log_real(&run->log, "loss_deviations", s->loss_deviations);
+        log_real(&run->log, "norm_deviations", s->norm_deviations);
+    }
+}
+
+static void print_step(Run* run, const StepState* s, size_t step, int slot, double took_s)
+{
+    char remark[256];
+    const Flags* f = run->flags;
+    run->mean_step_s = run->mean_step_s == 0 ? took_s : 0.9 * run->mean_step_s + 0.1 * took_s;
+    double toks_per_s = s->num_toks / took_s;
+    double flops = toks_per_s * model_flops_per_token(&run->model.config, step_seq_len(run, step - 1));
+    double peak_share = run->device.peak_flops > 0 ? flops / (run->device.peak_flops * run->comm.num_ranks) : 0;
+    log_begin(&run->log);
+    log_int(&run->log, "step", (long long)step);
+    log_real(&run->log, "loss", s->num_toks > 0 ? s->loss : NAN);
+    log_real(&run->log, "norm", s->grad_norm);
+    log_real(&run->log, "lr", s->lr);
+    log_real(&run->log, "step_ms", took_s * 1e3);
+    log_real(&run->log, "tok_per_s", toks_per_s);
+    log_int(&run->log, "tokens", (long long)s->num_toks);
+    log_int(&run->log, "skipped", s->skip == Skip::NONFINITE || s->skip == Skip::SPIKE);
+    log_real(&run->log, "host_mib", resident_bytes() / 1048576.0);
+    log_int(&run->log, "page_faults", run->step_page_faults[slot]);
+    if (is_fp16()) log_real(&run->log, "loss_scale", s->used_loss_scale);
+    remark_step(run, s, slot, remark);
+    if (run->comm.rank != 0) return;
+    if (step % f->log_every != 0 && step != run->num_steps && !remark[0]) return;
+    char loss[32] = "n/a", eta[32];
+    if (s->num_toks > 0) snprintf(loss, sizeof loss, "%.6f", s->loss);
+    long left_s = (long)(run->mean_step_s * (double)(run->num_steps - step) + 0.5);
+    if (left_s >= 3600) snprintf(eta, sizeof eta, "%ldh%02ldm", left_s / 3600, left_s / 60 % 60);
+    else snprintf(eta, sizeof eta, "%ldm%02lds", left_s / 60, left_s % 60);
+    if (run->bar_drawn) printf("\r\033[K");
+    run->bar_drawn = false;
+    printf("step %zu/%zu | loss %s | norm %.6f | lr %.2e | %.0f ms | ", step, run->num_steps, loss, s->grad_norm, s->lr,
+           took_s * 1e3);
+    if (toks_per_s >= 1e6) printf("%.2fM tok/s", toks_per_s * 1e-6);
+    else if (toks_per_s >= 1e4) printf("%.1fk tok/s", toks_per_s * 1e-3);
+    else printf("%.0f tok/s", toks_per_s);
+    if (peak_share > 0) printf(" | %.1f%% peak", 100 * peak_share);
+    if (is_fp16()) printf(" | scale %g", s->used_loss_scale);
+    printf(" | %.2f GiB | eta %s%s\n", plan_bytes(&run->plan, Place::DEVICE) / 1073741824.0, eta,
+           remark);
+    fflush(stdout);
+}
+
+/* Is somebody watching? mpirun gives its ranks a terminal whatever its own output is, so it is asked, not we. */
+static bool on_terminal(void)
+{
+    if (!isatty(1)) return false;
+    if (die_num_ranks == 1 && getenv("OMPI_COMM_WORLD_RANK") == nullptr) return true;
+    char link[64], target[256] = {};
+    snprintf(link, sizeof link, "/proc/%d/fd/1", (int)getppid());
+    return readlink(link, target, sizeof target - 1) > 0 &&
+           (strncmp(target, "/dev/pts/", 9) == 0 || strncmp(target, "/dev/tty", 8) == 0);
+}
+
+/* A bar for steps that take long, on a terminal only. */
+static void print_bar(Run* run, int micro)
+{
+    if (run->comm.rank != 0 || run->mean_step_s < 2 || !run->on_terminal) return;
+    run->bar_drawn = true;
+    char bar[33] = {};
+    for (int i = 0; i < 32; i++) bar[i] = i * run->G < 32 * (micro + 1) ? '#' : '.';
+    printf("\rstep %zu/%zu [%s] micro-step %d/%d", run->step + 1, run->num_steps, bar, micro + 1, run->G);
+    fflush(stdout);
+}

@@ -1,0 +1,116 @@
+/* start.cuh: a run from its flags to allocated memory with weights in it, and its end.
+ *   run_prepare    flags, files and plan: all that can be refused before anything is allocated
+ *   run_allocate   memory, streams, the state of the step          weights_start   weights: a folder's, or new ones */
+#pragma once
+#include "bench.cuh"
+#include "fit.cuh"
+#include "folder.cuh"
+#include "zero/init.h"
+
+static void weights_init(Run* run)
+{
+    const Shard* s = &run->model.shard;
+    float* bounce = run->zero.bounce;
+    for (int i = 0; i < s->num_tensors; i++) {
+        const Tensor* t = &s->tensors[i];
+        Range part = tensor_part(t, zero_owned(&run->zero, t->unit));
+        for (size_t done = 0; done < part.count; ) {
+            size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
+            tensor_init(bounce, t, tensor_file_place(t, part.first) + done, n, (uint64_t)run->flags->seed);
+            zero_state_from_host(&run->zero, STATE_WEIGHTS, t->unit, part.first + done, n, bounce);
+            done += n;
+        }
+    }
+    zero_params_loaded(&run->zero);
+}
+
+/* The weights of a checkpoint, which has checksums, of another folder, or new ones. */
+static void weights_start(Run* run, const char* folder, bool from_scratch)
+{
+    const Config* c = &run->model.config;
+    char file[4200], why[1024];
+    size_t read_bytes;
+    snprintf(file, sizeof file, "%s/state.json", folder);
+    if (c->hf_text == nullptr || from_scratch) weights_init(run);
+    else if (!all_ranks_see(&run->comm, file)) weights_load(&run->zero, folder, c->tied);
+    else if (!checkpoint_load(&run->zero, folder, c->tied, nullptr, &read_bytes, why)) die("%s", why);
+}
+
+/* Flags, files and plan: all that can be refused before anything is allocated. Returns the model's name; resume_path is
+ * the checkpoint to go on from, or empty. */
+static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
+{
+    const Flags* f = run->flags;
+    device_init(&run->device, run->comm.host_rank, run->comm.host_num_ranks, (size_t)f->device_mb);
+    choose_resume(run, resume_path);
+    const char* model_name = f->model[0] ? f->model : resume_path[0] ? resume_path : DEFAULT_MODEL;
+    if ((trains && !f->bench) || f->eval || (f->plan && access(f->data, R_OK) == 0)) open_data(run);
+    choose_model(run, model_name, run->train_set.num_files > 0 ? (int)run->train_set.files[0].vocab_size : 0);
+    choose_tokenizer(run, model_name);
+    int context = run->model.config.context;
+    run->T = f->seq_len > 0 ? (int)f->seq_len : context < 1024 ? context : 1024;
+    ENSURE(run->T <= context, "-t %d is longer than the model's context of %d positions: lower it", run->T, context);
+    dropout_refuse(run);
+    if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
+    if (f->gpu[0]) device_imagine(&run->device, f->gpu);
+    else if (f->plan || f->auto_) device_measure_memory(&run->device);
+    if (!f->elastic || !batch_of_run(run, resume_path)) batch_arithmetic(run, run->comm.num_ranks);
+    model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks, f->fp32_tensors);
+    rates_apply(&run->model.shard, f);
+    run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, offloaded_from_flag(f->offload),
+                           storage_from_flags(f)};
+    recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
+    if (f->auto_) setting_choose(run, device_free_bytes(run));
+    const char* mismatch = offload_mismatch(&run->setting, f);
+    if (mismatch != nullptr) die_usage("--offload %s", mismatch);
+    run->batch_ramp = ramp_parse("--batch-ramp", f->batch_ramp, (size_t)run->B * run->comm.num_ranks,
+                                 run->global_batch);
+    run->seq_ramp = ramp_parse("--seq-ramp", f->seq_ramp, 8, run->T);
+    if (run->train_set.num_files > 0) open_loaders(run);
+    if (f->bench) run->num_steps = bench_total_steps(f);
+    run->config = step_config(run);
+    if (!f->plan) {
+        comm_init_nccl(&run->comm);
+        matmul_init();
+    }
+    plan_run(run, trains || f->plan);
+    return model_name;
+}
+
+static void run_allocate(Run* run)
+{
+    size_t need_bytes = plan_bytes(&run->plan, Place::DEVICE), have_bytes = device_free_bytes(run);
+    if (need_bytes > have_bytes) {
+        if (run->comm.rank == 0) {
+            fprintf(stderr, "need %.1f MiB, have %.1f MiB. Change\n", need_bytes / 1048576.0, have_bytes / 1048576.0);
+            ladder_print(run, stderr, have_bytes);
+        }
+    }
+    plan_allocate(&run->plan);
+    zero_start(&run->zero);
+    model_start(&run->model);
+    for (int k = 0; k < 2; k++) CUDA_CHECK(cudaEventCreateWithFlags(&run->batch_copied[k], cudaEventDisableTiming));
+    StepState state = step_state_init(run->config, first_loss_scale(run->flags));
+    CUDA_CHECK(cudaMemcpy(run->zero.state, &state, sizeof state, cudaMemcpyHostToDevice));
+}
+
+static void run_free(Run* run)
+{
+    log_close(&run->log);
+    if (run->train != nullptr) loader_close(run->train);
+    if (run->val != nullptr) loader_close(run->val);
+    for (cudaEvent_t event : run->batch_copied) CUDA_CHECK(cudaEventDestroy(event));
+    profile_free();
+    saver_free(&run->saver);
+    if (run->model.offloads) offload_free(&run->model.inputs);
+    zero_free(&run->zero);
+    plan_ensure_held(&run->plan, "at the end");
+    plan_run_free(run);
+    plan_free(&run->plan);
+    shard_free(&run->model.shard);
+    token_set_close(&run->train_set);
+    token_set_close(&run->val_set);
+    free((void*)run->model.config.hf_text);
+    cJSON_Delete(run->products);
+    matmul_free();
+}

@@ -1,0 +1,86 @@
+/* train_step.cuh: one training step: its micro-batches to the device, forward and backward, the update; and its result,
+ * which is read while the next step is already enqueued. */
+#pragma once
+#include "report.cuh"
+
+/* The next micro-batch of `loader` to the device by way of the idx-th pinned place, T tokens of each row. Nobody waits:
+ * what was copied from there before must have arrived. A bench has no loader: what lies there is taken again. */
+static void load_batch(Run* run, Loader* loader, size_t idx, int T)
+{
+    watch_move(run->comm.watch, "a micro-batch", (size_t)run->B * run->T);
+    size_t bytes = (size_t)run->B * T * sizeof(int), first = idx * run->B * run->T;
+    int *h_tokens = run->h_tokens + first, *h_targets = run->h_targets + first;
+    if (loader != nullptr) loader_next(loader, h_tokens, h_targets);
+    OP(run->zero.compute, 0, 2.0 * bytes, run->B, T);
+    for (int b = 1; b < run->B && T < run->T; b++)   // the first T of each row, one row behind the other
+        for (int* h : {h_tokens, h_targets}) memmove(h + (size_t)b * T, h + (size_t)b * run->T, T * sizeof(int));
+    CUDA_CHECK(cudaMemcpyAsync(run->model.tokens, h_tokens, bytes, cudaMemcpyHostToDevice, run->zero.compute));
+    CUDA_CHECK(cudaMemcpyAsync(run->model.targets, h_targets, bytes, cudaMemcpyHostToDevice, run->zero.compute));
+}
+
+/* Enqueues a step and waits for nothing: its places of batches are those of the step before the last, which has ended
+ * (finish_step). So at most STEPS_IN_FLIGHT steps are enqueued. */
+static void train_step(Run* run)
+{
+    int slot = (int)(run->step % STEPS_IN_FLIGHT);
+    profile_step_begin(slot);
+    if (run->comm.watch != nullptr) run->comm.watch->step = run->step + 1;
+    size_t asked_before = run->comm.asked_bytes, waits_before = comm_host_waits(&run->comm);
+    long faults_before = page_faults();
+    zero_step_begin(&run->zero);
+    int G = (int)step_micro_steps(run, run->step), T = step_seq_len(run, run->step);
+    size_t position = 0;
+    if (run->train != nullptr) {
+        position = loader_position(run->train);
+        if ((size_t)G != run->train->config.G) loader_seek(run->train, position, (size_t)G);
+    }
+    StepConfig config = run->config;
+    config.nominal_toks = (double)run->B * G * run->comm.num_ranks * T;
+    float dloss = (float)(1.0 / config.nominal_toks);
+    run->model.drops = true;
+    for (int micro = 0; micro < G; micro++) {
+        phase_micro_begin();
+        load_batch(run, run->train, (size_t)(slot * run->G + micro), T);
+        run->model.first_sequence = position + ((size_t)micro * run->comm.num_ranks + run->comm.rank) * run->B;
+        model_train_micro(&run->model, run->B, T, dloss, micro, G);
+        print_bar(run, micro);
+    }
+    phase_micro_end();
+    run->model.drops = false;
+    zero_step_ask(&run->zero, signals_take());
+    zero_step_end(&run->zero, config, optimizer_config(run->flags), slot);
+    run->step_asked_bytes += run->comm.asked_bytes - asked_before;
+    run->step_waits += comm_host_waits(&run->comm) - waits_before;
+    run->step_page_faults[slot] = page_faults() - faults_before;
+    profile_step_end();
+}
+
+/* Every rank comes here at the same step. */
+[[noreturn]] static void stop_at_nonfinite(Run* run, const StepState* s, size_t step, int slot)
+{
+    die("step %zu: the gradient is not finite, %s; there is an Inf or NaN in %s (loss %g): lower -l, or look at the "
+        "data; the last checkpoint is as it was", step,
+        s->loss_scale_exhausted ? "at the smallest loss scale" : "10 times in a row", nonfinite_name(run, slot),
+        s->loss);
+}
+
+/* Waits for the result of step `step` (counted from 1), prints and logs it, stops when numbers have gone wrong for
+ * good. */
+static void finish_step(Run* run, size_t step, const char* hash)
+{
+    int slot = (int)((step - 1) % STEPS_IN_FLIGHT);
+    double phases_ms[NUM_PHASES];
+    profile_step_wait(slot);           // the one wait of training: the next step is enqueued
+    run->result_waits++;
+    double took_ms = profile_phases_ms(slot, phases_ms);
+    const StepState* s = &run->zero.h_state[slot];
+    print_step(run, s, step, slot, took_ms * 1e-3);
+    log_phases(&run->log, phases_ms);
+    if (hash != nullptr) log_text(&run->log, "state_hash", hash);
+    log_end(&run->log);
+    run->seen_skip = s->skip == Skip::NONFINITE;
+    Ask ask = s->asked_to_end ? Ask::END : s->asked_to_save ? Ask::SAVE : Ask::NONE;
+    if (ask > run->ask) run->ask = ask;
+    if (s->loss_scale_exhausted || (s->num_skipped_in_a_row >= 10 && !run->config.dynamic_loss_scale))
+        stop_at_nonfinite(run, s, step, slot);
+}
