@@ -120,7 +120,7 @@ enum FlagIs {
     F(INT,    check_replicas, 0,   0,         0, INT64_MAX, 0, "every so many steps: do all ranks have the same parameters? 0 = never") \
     F(REAL,   spike_deviations, 0,   6,        0, 1e6, SHAPES, "a loss or norm so many standard deviations above its running mean is reported; 0 = never") \
     F(INT,    spike_window,  0,   100,       2, 1 << 30, SHAPES, "steps that the running mean and deviation look back") \
-    F(SWITCH, spike_skip,    0,   false,     0, 0, SHAPES, "such a step changes nothing, like one with non-finite gradients") \
+    F(SWITCH, spike_skip,    0,   false,     0, 0, SHAPES, "a step whose loss or norm is such a spike changes nothing, like one with non-finite gradients") \
     F(REAL,   timeout,       0,   600,       0, 1e9, 0, "seconds without progress after which a rank says where it waits and ends the run; 0 = never") \
     F(INT,    profile,       0,   0,         0, 1000, 0, "trace of so many steps, after the first three, for ui.perfetto.dev: trace.json in -o, or here") \
     HEADING(modes, "Modes: instead of training") \
@@ -590,5 +590,8 @@ static void flags_help(FILE* f)
         help_aliases(f, row);
         fprintf(f, "\n");
     }
+    fprintf(f, "\nRefused, saying what to give instead:");
+    for (const FlagAlias& a : flag_aliases)
+        if (a.why != nullptr && strchr(a.spelling, '=') == nullptr) fprintf(f, " %s", a.spelling);
     fprintf(f, "\nIn a long name _ and - are alike. Exit codes: 0 done, 1 refused or failed, 2 usage.\n");
 }
