@@ -32,7 +32,7 @@
     SAME("bf16.immediate_grad_update",      "a gradient is added to its sum as soon as it is there") \
     SAME("bf16.check_grad_overflow",        "every precision is checked for Inf and NaN") \
     RULE("bf16.bf16_master_weights_and_grads", ds_bf16_master, "") \
-    FLAG("bf16.bf16_optimizer_states",      "state_dtype=bf16", "moments are rounded at random") \
+    FLAG("bf16.bf16_optimizer_states",      "state_dtype=bf16", "moments take stochastic rounding") \
     FLAG("data_types.grad_accum_dtype",     "grad_dtype", "left out, DeepSpeed sums in the model's precision and this program in fp32") \
     ONLY("data_types.param_dtype",          "null", "-p says what parameters are stored in") \
     ONLY("data_types.buffer_dtype",         "null", "-p says it") \

@@ -44,8 +44,8 @@ static EvalResult evaluate(Run* run)
 #define VALIDATION_FIELDS(F) \
     F(step,          int,  "",               true, (long long)run->step, "after which it was done") \
     F(val_loss,      real, "nats per token", true, r.loss, "mean loss of the validation set") \
-    F(val_tokens,    int,  "tokens",         true, (long long)r.num_tokens, "that it is the mean of") \
-    F(bits_per_byte, real, "bits per byte",  bits > 0, bits, "the same loss per byte of text, where the shards have its length")
+    F(bits_per_byte, real, "bits per byte",  bits > 0, bits, "the same loss per byte of text, where the shards have its length") \
+    F(val_tokens,    int,  "tokens",         true, (long long)r.num_tokens, "that it is the mean of")
 
 static void evaluate_and_say(Run* run)
 {

@@ -153,14 +153,14 @@ static_assert(NUM_PHASES == 7, "STEP_FIELDS has a row for each phase");
     F(nonfinite,        text, "",               r->nonfinite != nullptr, r->nonfinite, "the first tensor with a non-finite gradient") \
     F(loss_deviations,  real, "standard deviations", s->is_spike, s->loss_deviations, "of a loss spike (`--spike-deviations`): above the running mean") \
     F(norm_deviations,  real, "standard deviations", s->is_spike, s->norm_deviations, "of a spike of the gradient norm") \
+    F(state_hash,       text, "",               r->state_hash != nullptr, r->state_hash, "of all weights and moments, at checkpoints and at the end (`--hash-every`)") \
     F(data_ms,          real, "ms", PHASE_MS(DATA) > 0, PHASE_MS(DATA), "a micro-batch to the device; with the six below the sum is `step_ms` ([benchmarks.md](benchmarks.md))") \
     F(forward_ms,       real, "ms", PHASE_MS(FORWARD) > 0, PHASE_MS(FORWARD), "forward") \
     F(head_ms,          real, "ms", PHASE_MS(HEAD) > 0, PHASE_MS(HEAD), "output head and loss") \
     F(backward_ms,      real, "ms", PHASE_MS(BACKWARD) > 0, PHASE_MS(BACKWARD), "backward") \
     F(recompute_ms,     real, "ms", PHASE_MS(RECOMPUTE) > 0, PHASE_MS(RECOMPUTE), "activation recomputation") \
     F(communication_ms, real, "ms", PHASE_MS(COMMUNICATION) > 0, PHASE_MS(COMMUNICATION), "communication that no computation hides") \
-    F(optimizer_ms,     real, "ms", PHASE_MS(OPTIMIZER) > 0, PHASE_MS(OPTIMIZER), "the update") \
-    F(state_hash,       text, "",   r->state_hash != nullptr, r->state_hash, "of all weights and moments, at checkpoints and at the end (`--hash-every`)")
+    F(optimizer_ms,     real, "ms", PHASE_MS(OPTIMIZER) > 0, PHASE_MS(OPTIMIZER), "the update")
 
 static void log_step(Run* run, const StepState* s, const StepReport* r)
 {

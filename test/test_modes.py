@@ -128,8 +128,8 @@ def test_log_fields_are_documented(folder, tmp_path):
 def test_flags_line_can_be_pasted_back(folder):
     """The line that the start prints, given to a shell: the same flags."""
     given = ["-d", folder / "data", "-m", folder / "model", "--micro_batch", 2, "--learning_rate",
-             "0.00012345678901234", "--param-group", "*ln*:lr=0.5,wd=0; *b'as:wd=0", "--plan", "--no-shuffle", "--deterministic", "False",
-             "--gradient-checkpointing", "--out", ""]
+             "0.00012345678901234", "--param-group", "*ln*:lr=0.5,wd=0;*bias:wd=0", "--plan", "--no-shuffle",
+             "--deterministic", "False", "--gradient-checkpointing", "--out", "it's a run", "--val", ""]
     line = re.search(r"^flags  (.*)$", train_gpt(*given).out, re.M)[1]
     assert "--micro-batch=2" in line and "--plan" in line and "--lr=0.00012345678901234" in line
     again = shlex.split(line)
