@@ -2,6 +2,7 @@
 import json
 import re
 import shlex
+import subprocess
 import sys
 
 import init
@@ -119,10 +120,21 @@ def test_log_fields_are_documented(folder, tmp_path):
     """docs/looking.md has the rows of the code, each once; a run writes no field that is none of them."""
     page = (ROOT / "docs" / "looking.md").read_text()
     documented = re.findall(r"^\| (\w+) \| `(\w+)` \| (.*?) ?\| (.*?) ?\|$", page, re.M)
-    assert sorted(documented) == sorted(log_rows()) and len(documented) > 30
+    assert len(set(log_rows())) == len(log_rows()) > 30
+    assert set(log_rows()) - set(documented) == set(), "not in docs/looking.md"
+    assert sorted(documented) == sorted(log_rows()), "docs/looking.md has rows that the code has not"
     run = train_gpt(*args(folder, "-n", 2, "-b", 2, "--sample-tokens", 0), out=tmp_path / "run")
     known = {field for line, field, _, _ in log_rows() if line != "run"}
     assert {key for entry in run.log for key in entry} <= known
+
+
+def test_log_field_without_a_row():
+    """What writes a field takes the key that a row makes, no string."""
+    for key, compiles in (('LogKey("loss")', True), ('"loss"', False)):
+        program = f'#include "data/run_log.h"\nvoid f(RunLog* log) {{ log_real(log, {key}, 1.5); }}\n'
+        gcc = subprocess.run(["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", "-I.", "-"], input=program, cwd=ROOT,
+                             capture_output=True, text=True)
+        assert (gcc.returncode == 0) == compiles and ("LogKey" in gcc.stderr) != compiles, gcc.stderr
 
 
 def test_flags_line_can_be_pasted_back(folder):

@@ -106,6 +106,7 @@ def test_page_in_a_browser(runs):
     assert len(charts) == len(want)
     for words in ("gpt2 &lt;124M&gt;", "and &lt;b&gt;so&lt;/b&gt; on", "900.5 MiB"):
         assert words in text
+    assert "<td>false</td>" in text and "False" not in text                          # as the command line takes it
     assert "<124M>" not in text and "<b>so" not in text
 
 

@@ -6,6 +6,7 @@
 #include <csetjmp>
 #include <sanitizer/allocator_interface.h>
 #include "data/ds_config.h"
+#include "data/flag_rules.h"
 #include "run/fit.cuh"
 
 // The machine code that PCRE2 makes is no memory that can be given back from outside: the same matches, slower.
@@ -37,6 +38,7 @@ static void fuzz_flags(const char* text, size_t length)
     while (num_words < MAX_WORDS && (words[num_words] = strsep(&rest, "\n")) != nullptr) num_words++;
     Flags flags;
     flags_parse(&flags, num_words, words);
+    flags_refuse(&flags);
     char buf[64];
     size_t total = 0;
     for (const FlagRow& row : flag_rows) total += strlen(flag_value(&flags, &row, buf));
