@@ -13,6 +13,9 @@
 #include <strings.h>
 #include "error.h"
 
+/* Choices, "a|b|c", that are rows of a table in a layer above this one: whoever parses gives them. */
+typedef struct FlagWords { const char *optimizers, *schedules; } FlagWords;
+
 #define FLAGS(F) \
     F(TEXT,   model,         'm', "",        0, 0, "preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 llama-60m llama-1b llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b), HF folder or checkpoint") \
     F(TEXT,   data,          'd', "data/sets/kjv", 0, 0, "token shards: folder with train_*.bin and val_*.bin, or one file") \
@@ -56,7 +59,7 @@
     F(REAL,   dropout,        0,  0,         0, 0.99, "share of the embeddings, attention probabilities and residual branches set to 0 in training") \
     F(REAL,   attn_dropout,   0,  -1,       -1, 0.99, "the same for attention probabilities alone; -1 = as --dropout") \
     F(INT,    seed,          's', 42,        0, INT64_MAX, "seed of the initial weights, the data order and the samples") \
-    F(ONEOF,  optimizer,      0,  "adamw",   "adamw|adam|sgd|lamb|lion|adagrad|muon", 0, "optimizer; muon is for hidden matrices, the rest goes by adamw") \
+    F(ONEOF,  optimizer,      0,  "adamw",   &FlagWords::optimizers, 0, "optimizer; muon is for hidden matrices, the rest goes by adamw") \
     F(REAL,   beta1,          0,  0.9,       0, 0.999999, "first moment decay") \
     F(REAL,   beta2,          0,  0.95,      0, 0.999999, "second moment decay (lion: 0.99 if not given)") \
     F(REAL,   eps,            0,  1e-8,      0, 1, "added to the root of the second moment") \
@@ -67,7 +70,7 @@
     F(REAL,   muon_lr,        0,  0.02,      0, 1e3, "muon: peak learning rate of hidden matrices") \
     F(TEXT,   param_group,    0,  "",        0, 0, "rates of tensors by name: PATTERN:lr=FACTOR,wd=DECAY;PATTERN:... (shell patterns, a later one wins)") \
     F(REAL,   clip,           0,  1.0,       0, 1e30, "largest global gradient norm; 0 = off") \
-    F(ONEOF,  schedule,       0,  "cosine",  "constant|linear|cosine|wsd|wsd-sqrt|warmup-log|onecycle|lr-range-test", 0, "learning rate over the steps") \
+    F(ONEOF,  schedule,       0,  "cosine",  &FlagWords::schedules, 0, "learning rate over the steps") \
     F(INT,    warmup,         0,  -1,       -1, INT64_MAX, "warm-up steps; -1 = 2 % of the steps, at most 700, and half of them for onecycle") \
     F(REAL,   decay,          0,  0.2,       0, 1, "wsd: last share of the steps that falls") \
     F(REAL,   min_lr,         0,  -1,       -1, 1e3, "learning rate at the end; -1 = a tenth of the peak") \
@@ -139,6 +142,7 @@ typedef struct Flags {
 #undef FLAG_FIELD
     bool given[NUM_FLAGS];          // on the command line or in the file of --config, by FLAG_field
     const char* from[NUM_FLAGS];    // where: FROM_COMMAND_LINE, or the key of that file
+    const FlagWords* words;
 } Flags;
 #define FROM_COMMAND_LINE flags_command_line
 static const char flags_command_line[] = "command line";
@@ -152,15 +156,19 @@ typedef struct {
     const char* def;
     double low, high;
     const char* choices;
+    const char* FlagWords::*words;  // where the choices are instead; null: nowhere
     const char* help;
 } FlagRow;
 template <class T> static double flag_bound(T x) { return (double)x; }
 static inline double flag_bound(const char*) { return 0; }
+static inline double flag_bound(const char* FlagWords::*) { return 0; }
 template <class T> static const char* flag_choices(T) { return ""; }
 static inline const char* flag_choices(const char* choices) { return choices; }
+template <class T> static const char* FlagWords::*flag_words(T) { return nullptr; }
+static inline const char* FlagWords::*flag_words(const char* FlagWords::*words) { return words; }
 #define FLAG_ROW(kind, field, letter, def, low, high, help) \
     {kind, #field, (char)(letter), offsetof(Flags, field), #def, flag_bound(low), flag_bound(high), flag_choices(low), \
-     help},
+     flag_words(low), help},
 static const FlagRow flag_rows[] = { FLAGS(FLAG_ROW) };
 #undef FLAG_ROW
 
@@ -170,6 +178,12 @@ static const char* flag_long_name(const FlagRow* row, char (&buf)[64])
     int i = snprintf(buf, sizeof buf, "--%s", row->name);
     for (int k = 2; k < i; k++) if (buf[k] == '_') buf[k] = k + 1 < i ? '-' : 0;
     return buf;
+}
+
+/* The choices of a row of ONEOF. */
+static const char* flag_choices_of(const Flags* f, const FlagRow* row)
+{
+    return row->words != nullptr ? f->words->*row->words : row->choices;
 }
 
 /* The row of a field's name; null if there is none. */
@@ -272,11 +286,12 @@ static void flag_store(Flags* flags, const FlagRow* row, const char* shown, cons
     case TEXT: *(const char**)at = text; break;
     case ONEOF: {
         char nearest[64];
+        const char* choices = flag_choices_of(flags, row);
         if (word_in_list(text, VALUES_LATER, ' '))
-            die_usage("%s %s is not there yet in this version: have %s", shown, text, row->choices);
-        if (!word_in_list(text, row->choices, '|'))
-            die_usage("%s %s: not one of %s; did you mean %s?", shown, text, row->choices,
-                      nearest_word(text, row->choices, '|', nearest));
+            die_usage("%s %s is not there yet in this version: have %s", shown, text, choices);
+        if (!word_in_list(text, choices, '|'))
+            die_usage("%s %s: not one of %s; did you mean %s?", shown, text, choices,
+                      nearest_word(text, choices, '|', nearest));
         *(const char**)at = text;
         break;
     }
@@ -285,13 +300,13 @@ static void flag_store(Flags* flags, const FlagRow* row, const char* shown, cons
 }
 
 /* Fills *flags from defaults and the command line; every refusal is one line and exit code 2. */
-static void flags_parse(Flags* flags, int argc, char** argv)
+static void flags_parse(Flags* flags, const FlagWords* words, int argc, char** argv)
 {
     *flags = Flags{
 #define FLAG_DEFAULT(kind, field, letter, def, low, high, help) def,
         FLAGS(FLAG_DEFAULT)
 #undef FLAG_DEFAULT
-        {}, {}};
+        {}, {}, words};
     for (int i = 1; i < argc; i++) {
         const char* arg = argv[i];
         const char* value = nullptr;
@@ -324,7 +339,7 @@ static void flags_parse(Flags* flags, int argc, char** argv)
     }
 }
 
-static void flags_help(FILE* f)
+static void flags_help(const Flags* flags, FILE* f)
 {
     fprintf(f, "train_gpt trains GPT-2 and LLaMA models: mpirun -np 8 ./train_gpt -z 2 -b 4 -g 16\n\n");
     for (const FlagRow& row : flag_rows) {
@@ -333,7 +348,7 @@ static void flags_help(FILE* f)
         if (row.letter) snprintf(left, sizeof left, "-%c, %s", row.letter, buf);
         else snprintf(left, sizeof left, "    %s", buf);
         fprintf(f, "  %-22s %s", left, row.help);
-        if (row.kind == ONEOF) fprintf(f, "; one of %s", row.choices);
+        if (row.kind == ONEOF) fprintf(f, "; one of %s", flag_choices_of(flags, &row));
         if (row.kind != SWITCH && strcmp(row.def, "\"\"") != 0) fprintf(f, " [%s]", row.def);
         fprintf(f, "\n");
     }
