@@ -209,7 +209,7 @@ int main(int argc, char** argv)
     Comm comm;
     char have[64];
     die_rank = comm_launcher_rank();
-    flags_parse(&flags, argc, argv);
+    flags_parse(&flags, &flag_words_of_rows, argc, argv);
     cJSON* repeated = repeat_flags(&flags);
     DsConfig config;
     ds_config_read(&config, &flags);
@@ -223,7 +223,10 @@ int main(int argc, char** argv)
     flags_refuse(&flags);
     rates_refuse(&flags);
     if (flags.help || flags.version || flags.report) {
-        if (die_rank == 0 && flags.help) flags_help(stdout);
+        if (die_rank == 0 && flags.help) {
+            flags_help(&flags, stdout);
+            rates_help(stdout);
+        }
         if (die_rank == 0 && flags.version) printf("train_gpt " VERSION_LINE "\n");
         if (die_rank == 0 && flags.report) environment_print(VERSION_LINE, precisions_have(have));
         return 0;

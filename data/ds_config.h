@@ -85,8 +85,8 @@ static void ds_set(DsConfig* c, const char* name, const char* text, const char* 
                                    flag_value(c->flags, row, value));
         return;
     }
-    if (row->kind == ONEOF && !word_in_list(text, row->choices, '|')) {
-        ds_refuse(c, "%s is not one of %s (%s)", text, row->choices, buf);
+    if (row->kind == ONEOF && !word_in_list(text, flag_choices_of(c->flags, row), '|')) {
+        ds_refuse(c, "%s is not one of %s (%s)", text, flag_choices_of(c->flags, row), buf);
         return;
     }
     bool yes = strcmp(text, "true") == 0, no = strcmp(text, "false") == 0;

@@ -53,9 +53,6 @@ static const bool has_algorithms = true;
       !flag_is_word(f->grad_dtype, "fp32") && !flag_is_word(f->grad_dtype, f->precision), \
       "--grad-dtype %s with -p %s: gradients are accumulated in fp32, or in the precision of the weights", \
       f->grad_dtype, f->precision) \
-    R((FLAG_grad_dtype), \
-      !flag_is_word(f->grad_dtype, "fp32") && flag_is_word(f->optimizer, "muon"), \
-      "--grad-dtype %s with --optimizer muon: its steps are made where the gradients are, in fp32", f->grad_dtype) \
     /* ---- the run */ \
     R((FLAG_model), \
       f->as[idx] != nullptr && flag_is_word(name, "--model-name-or-path") && strchr(f->model, '/') == nullptr, \

@@ -23,6 +23,9 @@
 #include "error.h"
 #include "flag_aliases.h"
 
+/* Choices, "a|b|c", that are rows of a table in a layer above this one: whoever parses gives them. */
+typedef struct FlagWords { const char *optimizers, *schedules; } FlagWords;
+
 /* What else holds of a flag. */
 enum FlagIs {
     PATH = 1,        // a path: run.json has it in full
@@ -85,7 +88,7 @@ enum FlagIs {
     F(REAL,   min_loss_scale, 0,   1,         1e-30, 1e30, 0, "fp16: an overflow at this loss scale ends the run") \
     F(SWITCH, consecutive_hysteresis, 0,   false, 0, 0, 0, "fp16: every good step restores the hysteresis") \
     HEADING(optimizer, "Optimizer") \
-    F(ONEOF,  optimizer,     0,   "adamw",   "adamw|adam|sgd|lamb|lion|adagrad|muon", 0, SHAPES, "optimizer; muon is for hidden matrices, the rest takes adamw") \
+    F(ONEOF,  optimizer,     0,   "adamw",   &FlagWords::optimizers, 0, SHAPES, "optimizer; muon is for hidden matrices, the rest takes adamw") \
     F(REAL,   beta1,         0,   0.9,       0, 0.999999, SHAPES, "first moment decay") \
     F(REAL,   beta2,         0,   0.95,      0, 0.999999, SHAPES, "second moment decay (lion: 0.99 if not given)") \
     F(REAL,   eps,           0,   1e-8,      0, 1, SHAPES, "added to the root of the second moment") \
@@ -100,7 +103,7 @@ enum FlagIs {
     F(REAL,   attn_dropout,  0,   -1,       -1, 0.99, SHAPES, "dropout of attention probabilities alone; -1 = as --dropout") \
     HEADING(schedule, "Learning rate") \
     F(REAL,   lr,            'l', 6e-4,      0, 1e3, SHAPES, "peak learning rate") \
-    F(ONEOF,  schedule,      0,   "cosine",  "constant|linear|cosine|wsd|wsd-sqrt|warmup-log|onecycle|lr-range-test", 0, SHAPES, "learning rate over the steps") \
+    F(ONEOF,  schedule,      0,   "cosine",  &FlagWords::schedules, 0, SHAPES, "learning rate over the steps") \
     F(INT,    warmup,        0,   -1,       -1, INT64_MAX, SHAPES, "warm-up steps; -1 = 2 % of the steps, at most 700, and half of them for onecycle") \
     F(REAL,   decay,         0,   0.2,       0, 1, SHAPES, "wsd: last share of the steps that falls") \
     F(REAL,   min_lr,        0,   -1,       -1, 1e3, SHAPES, "learning rate at the end; -1 = a tenth of the peak") \
@@ -183,6 +186,7 @@ typedef struct Flags {
     const char* from[NUM_FLAGS];    // where: FROM_COMMAND_LINE, or the key of that file
     const FlagAlias* as[NUM_FLAGS]; // how the command line spells it; null: by its own name
     bool denied[NUM_ALIASES];       // "--bf16 False": flag_rules.h refuses the value in another spelling
+    const FlagWords* words;
 } Flags;
 #define FROM_COMMAND_LINE flags_command_line
 static const char flags_command_line[] = "command line";
@@ -195,22 +199,26 @@ typedef struct {
     size_t offset;
     double low, high;
     const char* choices;
+    const char* FlagWords::*words;  // where the choices are instead; null: nowhere
     int is;
     const char* help;
 } FlagRow;
 template <class T> static double flag_bound(T x) { return (double)x; }
 static inline double flag_bound(const char*) { return 0; }
+static inline double flag_bound(const char* FlagWords::*) { return 0; }
 template <class T> static const char* flag_choices(T) { return ""; }
 static inline const char* flag_choices(const char* choices) { return choices; }
+template <class T> static const char* FlagWords::*flag_words(T) { return nullptr; }
+static inline const char* FlagWords::*flag_words(const char* FlagWords::*words) { return words; }
 #define FLAG_ROW(kind, field, letter, def, low, high, is, help) \
-    {kind, #field, (char)(letter), offsetof(Flags, field), flag_bound(low), flag_bound(high), flag_choices(low), is, \
-     help},
+    {kind, #field, (char)(letter), offsetof(Flags, field), flag_bound(low), flag_bound(high), flag_choices(low), \
+     flag_words(low), is, help},
 static const FlagRow flag_rows[] = { FLAGS(FLAG_ROW, FLAG_NOTHING) };
 
-static Flags flags_default(void)
+static Flags flags_default(const FlagWords* words)
 {
 #define FLAG_DEFAULT(kind, field, letter, def, ...) def,
-    return Flags{FLAGS(FLAG_DEFAULT, FLAG_NOTHING) {}, {}, {}, {}};
+    return Flags{FLAGS(FLAG_DEFAULT, FLAG_NOTHING) {}, {}, {}, {}, words};
 }
 #undef FLAG_ENUM
 #undef HEADING_ENUM
@@ -238,6 +246,12 @@ static const char* flag_given_name(const Flags* flags, int idx, char (&buf)[64])
     if (as == nullptr) return flag_long_name(&flag_rows[idx], buf);
     snprintf(buf, sizeof buf, "%.*s", (int)strcspn(as->spelling, "="), as->spelling);
     return buf;
+}
+
+/* The choices of a row of ONEOF. */
+static const char* flag_choices_of(const Flags* f, const FlagRow* row)
+{
+    return row->words != nullptr ? f->words->*row->words : row->choices;
 }
 
 /* The row of a field's name; null if there is none. */
@@ -387,12 +401,14 @@ static void flag_store(Flags* flags, const FlagRow* row, const char* shown, cons
         break;
     }
     case TEXT: *(const char**)at = text; break;
-    case ONEOF:
+    case ONEOF: {
+        const char* choices = flag_choices_of(flags, row);
         if (word_in_list(text, VALUES_LATER, ' '))
-            die_usage("%s %s is not there yet in this version: have %s", shown, text, row->choices);
-        if (!word_in_list(text, row->choices, '|')) value_unknown(shown, text, row->choices);
+            die_usage("%s %s is not there yet in this version: have %s", shown, text, choices);
+        if (!word_in_list(text, choices, '|')) value_unknown(shown, text, choices);
         *(const char**)at = text;
         break;
+    }
     case SWITCH: *(bool*)at = strcasecmp(text, "true") == 0; break;
     }
 }
@@ -530,9 +546,9 @@ static FlagName flag_look_up(const char* name)
 }
 
 /* Fills *flags from defaults and the command line; every refusal is one line and exit code 2. */
-static void flags_parse(Flags* flags, int argc, char** argv)
+static void flags_parse(Flags* flags, const FlagWords* words, int argc, char** argv)
 {
-    *flags = flags_default();
+    *flags = flags_default(words);
     for (int i = 1; i < argc; i++) {
         FlagWord w = flag_word(argv[i]);
         FlagName found = flag_look_up(w.name);
@@ -572,9 +588,9 @@ static void help_aliases(FILE* f, const FlagRow& row)
     }
 }
 
-static void flags_help(FILE* f)
+static void flags_help(const Flags* flags, FILE* f)
 {
-    const Flags defaults = flags_default();
+    const Flags defaults = flags_default(flags->words);
     char buf[64], left[80];
     fprintf(f, "train_gpt trains GPT-2 and LLaMA models: mpirun -np 8 ./train_gpt -z 2 -b 4 -g 16\n");
     for (const FlagRow& row : flag_rows) {
@@ -584,7 +600,7 @@ static void flags_help(FILE* f)
         if (row.letter) snprintf(left, sizeof left, "-%c, %s", row.letter, buf);
         else snprintf(left, sizeof left, "    %s", buf);
         fprintf(f, "  %-22s %s", left, row.help);
-        if (row.kind == ONEOF) fprintf(f, "; one of %s", row.choices);
+        if (row.kind == ONEOF) fprintf(f, "; one of %s", flag_choices_of(flags, &row));
         const char* value = flag_value(&defaults, &row, buf);
         if (row.kind != SWITCH && value[0]) fprintf(f, " [%s]", value);
         help_aliases(f, row);

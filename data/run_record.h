@@ -79,7 +79,7 @@ static cJSON* repeat_flags(Flags* f)
         argv[argc++] = item->valuestring;
     }
     Flags given = *f;
-    flags_parse(f, argc, (char**)argv);
+    flags_parse(f, f->words, argc, (char**)argv);
     f->repeat = given.repeat;
     f->out = given.out;
     f->given[FLAG_out] = given.given[FLAG_out];

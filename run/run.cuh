@@ -10,8 +10,9 @@
 #include "model/passes.cuh"
 #include "ramp.h"
 #include "rates.h"
+#include "zero/account.h"
+#include "zero/memory.h"
 #include "zero/save.h"
-#include "zero/update.h"
 
 /* What trains when -m is not given. */
 #ifdef DEVICE_CUDA
@@ -249,16 +250,16 @@ static StepConfig step_config(const Run* run)
 {
     const Flags* f = run->flags;
     StepConfig c = {};
-    c.schedule = schedule_find(f->schedule)->schedule;   // data/flags.h lets no other name through
+    c.schedule = schedule_find(f->schedule)->schedule;
     c.peak_lr = f->lr;
     c.min_lr = f->min_lr < 0 ? 0.1 * f->lr : f->min_lr;
     c.total_steps = run->num_steps;
     c.warmup_steps = run->num_steps / 50 < 700 ? run->num_steps / 50 : 700;
-    if (c.schedule == Schedule::ONECYCLE) c.warmup_steps = run->num_steps / 2;
+    if (schedule_find(f->schedule)->traits & WARMS_UP_HALF) c.warmup_steps = run->num_steps / 2;
     if (f->warmup >= 0) c.warmup_steps = (size_t)f->warmup;
     c.decay_share = f->decay;
     c.max_norm = f->clip;
-    c.beta1 = f->beta1;
+    c.beta1 = optimizer_beta1(f);
     c.beta2 = optimizer_beta2(f);
     c.spike_deviations = f->spike_deviations;
     c.spike_window = (double)f->spike_window;
@@ -348,7 +349,7 @@ static const char* offload_mismatch(const Setting* s, const Flags* f)
         return "activations moves the inputs that -r block or -r K keeps: give one of them";
     if ((s->offloaded & OFFLOAD_GRADIENTS) != 0 && (s->stage < 2 || strcmp(f->reduce, "step") == 0))
         return "gradients moves the slices of stages 2 and 3: give -z 2 or -z 3, without --reduce step";
-    if ((s->offloaded & OFFLOAD_GRADIENTS) != 0 && strcmp(f->optimizer, "muon") == 0)
+    if ((s->offloaded & OFFLOAD_GRADIENTS) != 0 && optimizer_has_matrices(f))
         return "gradients with --optimizer muon: its matrices go from device to device: leave gradients there";
     if ((s->offloaded & OFFLOAD_PARAMETERS) != 0 && s->stage < 3)
         return "parameters moves the slices of stage 3: give -z 3";
@@ -368,6 +369,9 @@ static Storage storage_from_flags(const Flags* f)
     Dtype master = strcmp(f->master, "none") == 0 ? FLOATX_DTYPE : dtype_find(f->master);
     Dtype grads = dtype_find(f->grad_dtype);
     Dtype sent = strcmp(f->comm_dtype, "grad") == 0 ? grads : dtype_find(f->comm_dtype);
+    if (grads != Dtype::FP32 && optimizer_has_matrices(f))
+        die_usage("--grad-dtype %s with --optimizer muon: its steps are made where the gradients are, in fp32",
+                  f->grad_dtype);
     return Storage{master, dtype_find(f->state_dtype), grads, sent};
 }
 
