@@ -5,13 +5,13 @@
  *    "model_is_here": false,      true: the model is OUT/config.json with new weights, not what --model names
  *    "arguments": ["--lr=0.001", ...],     every flag that was given, paths in full; those of --config as flags
  *    "products": [...]}                    with --tune: see run/tune.cuh
- * Written when a run starts and not when it goes on; each going on is in the log. The data stay where they are: if
- * their number of tokens is another one, a repetition is refused. */
+ * Written when a run starts and not when it is resumed; each resume is in the log. The data stay where they are: if
+ * their number of tokens is another one, --repeat is refused. */
 #pragma once
 #include "json.h"
 #include "flags.h"
 
-/* What was given, and what defaults to something of this build or folder; not what a repetition gives itself. */
+/* What was given, and what defaults to something of this build or folder; not what --repeat gives itself. */
 static bool flag_is_recorded(const Flags* f, int idx, bool model_is_here)
 {
     const int is = flag_rows[idx].is;
@@ -20,8 +20,8 @@ static bool flag_is_recorded(const Flags* f, int idx, bool model_is_here)
     return flag_is_on(f, idx) || (is & ALWAYS) != 0;
 }
 
-/* As one argument; a path that is there in full, since a repetition may start from elsewhere. A preset is none,
- * whatever folders there are. */
+/* As one argument. An existing path in full, since --repeat may start from elsewhere. A preset is no path, whatever
+ * folders there are. */
 static void record_argument(JsonText* t, const Flags* f, int idx, const char* model_name, bool is_preset)
 {
     const FlagRow* row = &flag_rows[idx];

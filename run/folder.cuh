@@ -1,10 +1,10 @@
-/* folder.cuh: what a run leaves behind and goes on from: OUT/run.json, log.jsonl, step_*, and the model's
- * config.json and tokenizer.json.
+/* folder.cuh: what a run writes and is resumed from: OUT/run.json, log.jsonl, step_*, and the model's config.json and
+ * tokenizer.json.
  *   save           at a step boundary: a checkpoint is begun       save_poll   at every later one: it gets further
- *   choose_resume  where --resume points                           resume      goes on from there
+ *   choose_resume  where --resume points                           resume      resumes there
  *   record_start   OUT/run.json                                    log_start   the log's first line
  *   tokenizer_keep OUT/tokenizer.json
- *   repeat_check   is this machine like that of the run to repeat? repeat_say  was it the same to the last bit? */
+ *   repeat_check   is this machine like that of the run to reproduce?   repeat_say  are the bits equal? */
 #pragma once
 #include "run.cuh"
 #include "data/run_record.h"
@@ -45,7 +45,7 @@ static void save_say(Run* run)
                    run->ask != Ask::END;
     if (!goes_on) die("%s is not saved: %s; the newest checkpoint is %s", s->path, s->why, newest);
     if (run->comm.rank == 0)
-        fprintf(stderr, "train_gpt: %s is not saved: %s; the newest checkpoint is %s; training goes on "
+        fprintf(stderr, "train_gpt: %s is not saved: %s; the newest checkpoint is %s; training continues "
                 "(--on-save-error stop ends it)\n", s->path, s->why, newest);
 }
 
@@ -58,7 +58,7 @@ static void save_poll(Run* run, bool wait)
     if (run->saver.phase == SavePhase::NONE) save_say(run);
 }
 
-/* The flags that say how learning rate, step and data go on, and the last step; RunState's `flags`. */
+/* The flags that shape the rest of the run (SHAPES), and its last step: RunState's `flags`. */
 static void shape_text(const Run* run, char (&text)[sizeof RunState::flags])
 {
     char buf[64];
