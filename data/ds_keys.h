@@ -204,7 +204,7 @@
     SAME("timers",                          "tokens per second are measured by events, without a wait") \
     SAME("log_level",                       "there is one") \
     SAME("flops_profiler",                  "floating-point operations are counted from the shapes: at the start, and in % of peak at each step") \
-    SAME("comms_logger",                    "bytes sent are counted and held against the plan at the end of a run") \
+    SAME("comms_logger",                    "bytes sent are counted and compared with the plan: --verbose prints them") \
     SAME("tensorboard",                     "log.jsonl has it all: scripts/tensorboard.py RUN writes event files") \
     SAME("csv_monitor",                     "log.jsonl has it all") \
     UNLESS_OFF("wandb",                     "nothing is sent over the network: log.jsonl has it all") \

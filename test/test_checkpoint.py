@@ -409,7 +409,8 @@ def test_changes_are_said(tmp_path):
     run = train_gpt(*flags(tmp_path, 4, "--save-every", 2), out=tmp_path / "run")
     same = train_gpt(*flags(tmp_path, 4, "--resume", run.checkpoint(2)), out=tmp_path / "same")
     assert not re.search(r"^ +--\S+ is ", same.out, re.M)
-    more = ["--clip", 0.5, "--weight-decay", 0.2, "--param-group", "*.bias:lr=0.5", "--spike-window", 50, "--log-every", 2]
+    more = ["--clip", 0.5, "--weight-decay", 0.2, "--param-group", "*.bias:lr=0.5", "--spike-window", 50,
+            "--log-every", 2]
     rest = train_gpt(*flags(tmp_path, 6, "--resume", run.checkpoint(2), *more), out=tmp_path / "rest")
     said = re.findall(r"^        --(\S+) is (\S+), was (\S*)$", rest.out, re.M)
     assert sorted(said) == [("clip", "0.5", "1"), ("param-group", "*.bias:lr=0.5", ""), ("spike-window", "50", "100"),
