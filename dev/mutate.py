@@ -391,7 +391,7 @@ class Programs:
             shutil.rmtree(folder / made, ignore_errors=True)
         output, results = "", []
         for flags in self.runs:
-            command = [program, *flags, "-p", self.precision]
+            command = [program, *flags, "-p", self.precision, "--verbose"]
             if self.ranks > 1:
                 others = [*self.wrapper, *command, *self.other]
                 command = ["mpirun", "-np", 1, *command, ":", "-np", self.ranks - 1, *others]

@@ -10,7 +10,7 @@
  * Collectives are not here: zero_wire_bytes has their bytes. */
 #pragma once
 #include "passes.cuh"
-#include "zero/update.h"
+#include "zero/account.h"
 
 enum class Part { FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER };
 static const char* const part_names[] = {"forward", "backward", "recompute", "optimizer"};
@@ -291,8 +291,8 @@ static void cost_gradients(CostWalk* w)
 }
 
 // ------------------------------------------------------------------------------------------------- end of the step
-/* What a step of an element moves: weights read, or written too with their copy for the model; a moment both ways. */
-typedef struct UpdateBytes { double reads, weights, moment; } UpdateBytes;
+/* What a step of an element moves: weights read, or written too with their copy for the model; a state both ways. */
+typedef struct UpdateBytes { double reads, weights, state; } UpdateBytes;
 
 static UpdateBytes update_bytes(const Zero* z, int u)
 {
@@ -312,8 +312,8 @@ static HostBytes host_bytes(const Zero* z)
         Storage storage = unit_storage(z, u);
         bool has_master = storage.master != FLOATX_DTYPE && !unit_is_fp32(z->shard, u);
         double count = (double)zero_owned(z, u).count, moment = (double)dtype_bytes(storage.moments);
-        all.states += count * ((has_master ? (double)dtype_bytes(storage.master) : 0) + moment * z->optimizer->has_m);
-        all.states += (count - (double)zero_v_gap(z, u, SIZE_MAX)) * moment * z->optimizer->has_v;
+        if (has_master) all.states += count * (double)dtype_bytes(storage.master);
+        for (int k = 0; k < MAX_STATES; k++) all.states += moment * (double)zero_state_elems(z, k, u);
         all.gradients += count * (double)dtype_bytes(storage.grads);
         if (unit_in_ring(&z->param_buckets, u)) all.parameters += count * ELEM;
     }
@@ -346,35 +346,52 @@ static void cost_muon(CostWalk* w)
     w->times = 1;
 }
 
+/* What pass R moves of an element. */
+template <class R> static double pass_bytes(UpdateBytes b, double grad)
+{
+    double bytes = (R::READS_GRAD + R::WRITES_GRAD) * grad + (R::READS_PARAM ? b.weights : 0);
+    for (int k = 0; k < MAX_STATES; k++)
+        if (STATES_READ<R> >> k & 1) bytes += R::WRITES_STATES ? b.state : b.state / 2;
+    return bytes;
+}
+
+/* The passes of optimizer R over unit u: params_update. */
+template <class R> static void cost_passes(CostWalk* w, int u)
+{
+    const Zero* z = w->m->zero;
+    constexpr bool matrices = R::PHASE == TensorPhase::MATRICES;
+    const UpdateBytes b = update_bytes(z, u);
+    const bool narrow = zero_slices_grads(z) || unit_folds(z, u);
+    const double grad = (double)dtype_bytes(narrow ? unit_storage(z, u).grads : Dtype::FP32);
+    const double slice = (double)shard_slice(z->shard, u, z->comm->rank).count;
+    const double all = (double)zero_owned(z, u).count, hidden = (double)zero_gap(z, u, SIZE_MAX);
+    const double count = matrices ? hidden : all, rest = all - hidden;
+    cost_add(w, "global_norm_accumulate", 0, grad * slice);
+    if constexpr (R::PHASE != TensorPhase::NONE)
+        if (count > 0) cost_add(w, "optimizer_update", 0, count * pass_bytes<typename R::First>(b, grad));
+    if (R::PHASE == TensorPhase::NORMS) cost_add(w, "lamb_norms", 0, slice * (b.reads + b.state));
+    if constexpr (matrices)
+        if (rest > 0) cost_add(w, "optimizer_update", 0, rest * pass_bytes<typename R::Rest>(b, grad));
+    if (count > 0) cost_add(w, "optimizer_update", 0, count * pass_bytes<R>(b, grad));
+}
+
 /* zero_step_end, on what this rank owns. */
 static void cost_update(CostWalk* w)
 {
     const Zero* z = w->m->zero;
-    Optimizer optimizer = z->optimizer->optimizer;
-    bool lamb = optimizer == Optimizer::LAMB;
     w->part = Part::OPTIMIZER;
     w->times = 1;
-    if (lamb) cost_add(w, "cudaMemsetAsync", 0, 16.0 * z->shard->num_tensors);
+    if (z->optimizer->phase == TensorPhase::NORMS) cost_add(w, "cudaMemsetAsync", 0, 16.0 * z->shard->num_tensors);
     for (int u = 0; u < z->shard->num_units; u++) {
-        bool narrow = zero_slices_grads(z) || unit_folds(z, u);
-        UpdateBytes b = update_bytes(z, u);
-        double moments = b.moment * (z->optimizer->has_m + z->optimizer->has_v);
-        double grad = (double)dtype_bytes(narrow ? unit_storage(z, u).grads : Dtype::FP32);
-        double count = (double)zero_owned(z, u).count, hidden = 0;
-        double slice = (double)shard_slice(z->shard, u, z->comm->rank).count;
-        cost_add(w, "global_norm_accumulate", 0, grad * slice);
-        if (lamb) cost_add(w, "optimizer_update", 0, count * (grad + moments));
-        if (lamb) cost_add(w, "lamb_norms", 0, slice * (b.reads + moments / 2));
-        if (optimizer == Optimizer::MUON) hidden = (double)zero_v_gap(z, u, SIZE_MAX);
-        if (hidden > 0) cost_add(w, "optimizer_update", 0, hidden * (b.moment + 2 * grad));     // momentum
-        if (hidden > 0) cost_add(w, "optimizer_update", 0, hidden * (b.weights + grad));        // step
-        if (count > hidden)
-            cost_add(w, "optimizer_update", 0,
-                     (count - hidden) * (lamb ? b.weights + moments / 2 : b.weights + moments + grad));
+        switch (z->optimizer->optimizer) {
+#define OPTIMIZER_COST(name, word, R) case Optimizer::name: cost_passes<R>(w, u); break;
+        OPTIMIZERS(OPTIMIZER_COST)
+#undef OPTIMIZER_COST
+        }
         if (unit_is_fp32(z->shard, u) && z->rounds_fp32)
             cost_add(w, "weights_round", 0, (4 + ELEM) * (double)z->shard->units[u].range.count);
     }
-    if (optimizer == Optimizer::MUON) cost_muon(w);
+    if (z->optimizer->phase == TensorPhase::MATRICES) cost_muon(w);
 }
 
 /* One step of this rank with full micro-batches and sequences. The model and its Zero are planned. */

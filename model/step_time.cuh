@@ -93,7 +93,7 @@ static double host_rate(const Device* d)
 static double update_host_bytes(const Zero* z)
 {
     HostBytes host = host_bytes(z);
-    double states = host.states * (z->optimizer->optimizer == Optimizer::LAMB ? 3 : 1);
+    double states = host.states * (z->optimizer->phase == TensorPhase::NORMS ? 3 : 1);
     return states + fmax(2 * host.gradients, host.parameters);
 }
 

@@ -104,13 +104,18 @@ def summaries(logs):
     return table(["", *(log.name for log in logs)], rows)
 
 
+def setting(value):
+    """As the command line takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def settings(logs):
     """All flags; in bold those in which the runs differ, first."""
     columns = [flags_of(log) for log in logs]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = []
     for name in names:
-        values = [str(column.get(name, "–")) for column in columns]
+        values = [setting(column.get(name, "–")) for column in columns]
         differs = len(set(values)) > 1
         flag = "--" + name.rstrip("_").replace("_", "-")
         rows.append((not differs, ([flag, *values], " class=differs" if differs else "")))

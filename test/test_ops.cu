@@ -21,6 +21,7 @@
 #include "kernels/accumulate.cuh"
 #include "kernels/global_norm.cuh"
 #include "kernels/step.cuh"
+#include "kernels/lamb.cuh"
 #include "kernels/optimizer.cuh"
 #include "kernels/muon.cuh"
 #include "kernels/progress.cuh"
@@ -91,6 +92,7 @@ int main(int argc, char** argv)
     op_table(step_tests, filter, bench, memory_gbps, &totals);
     op_table(values_tests, filter, bench, memory_gbps, &totals);
     op_table(optimizer_tests, filter, bench, memory_gbps, &totals);
+    op_table(lamb_tests, filter, bench, memory_gbps, &totals);
     op_table(storage_tests, filter, bench, memory_gbps, &totals);
     op_table(muon_tests, filter, bench, memory_gbps, &totals);
     matmul_free();
