@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import subprocess
 
 import doc_tables
@@ -343,6 +344,15 @@ def test_resume(tmp_path, tiny, name):
 def test_refusals(tiny, flags, word):
     run = train_gpt(*tiny, "-n", 1, *flags, ok=False)
     assert run.code == 2 and word in run.complaint[0]
+
+
+@pytest.mark.parametrize("flag", ROWS)
+def test_tables(flag):
+    """The words of a flag and its default are rows; every reference here is of one of them."""
+    words, default = re.search(rf'^ +{flag} .*; one of (\S+) \["(\S+)"\]$', HELP, re.M).groups()
+    assert words.split("|") == list(ROWS[flag]) and default in ROWS[flag]
+    references = {name for name in globals() if name.startswith(flag[2:] + "_")}
+    assert references == {f"{flag[2:]}_{name.replace('-', '_')}" for name in ROWS[flag]}
 
 
 def test_docs():
