@@ -20,7 +20,7 @@ def rows(help_text, flag):
 
 
 def code_flags(text):
-    return re.sub("--[a-z-]+", r"`\g<0>`", text)
+    return re.sub("--[a-z][a-z0-9-]*", r"`\g<0>`", text)
 
 
 def optimizer_row(name, text):
