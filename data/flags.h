@@ -348,6 +348,7 @@ static const char* flag_value(const Flags* flags, const FlagRow* row, char (&buf
     case INT: snprintf(buf, sizeof buf, "%lld", (long long)*(const int64_t*)at); return buf;
     case REAL: snprintf(buf, sizeof buf, "%.10g", *(const double*)at); return buf;
     case SWITCH: return *(const bool*)at ? "true" : "false";
-    default: return *(const char* const*)at;
+    case TEXT: case ONEOF: break;
     }
+    return *(const char* const*)at;
 }

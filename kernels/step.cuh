@@ -75,7 +75,7 @@ HOSTDEV double schedule_fall(const StepConfig& config, double s)
     case Schedule::WSD:      return 1.0 - tail;
     case Schedule::WSD_SQRT: return 1.0 - sqrt(tail);
     case Schedule::ONECYCLE: return fmax(0.0, 1.0 - (s - warmup + 1.0) / fmax(warmup, 1.0));
-    default: return 1.0;
+    case Schedule::WARMUP_LOG: case Schedule::RANGE_TEST: break;
     }
     return 1.0;
 }

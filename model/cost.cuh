@@ -10,7 +10,7 @@
  * Collectives are not here: zero_wire_bytes has their bytes. */
 #pragma once
 #include "passes.cuh"
-#include "zero/update.h"
+#include "zero/account.h"
 
 enum class Part { FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER };
 static const char* const part_names[] = {"forward", "backward", "recompute", "optimizer"};

@@ -2,6 +2,7 @@
  * and where something is missing what to do about it. Starts no ranks and allocates nothing on a device. */
 #pragma once
 #include <cjson/cJSON.h>
+#define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
 #include <sys/resource.h>
 #include <sys/statvfs.h>

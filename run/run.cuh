@@ -10,8 +10,8 @@
 #include "model/passes.cuh"
 #include "ramp.h"
 #include "rates.h"
+#include "zero/account.h"
 #include "zero/save.h"
-#include "zero/update.h"
 
 /* What trains when -m is not given. */
 #ifdef DEVICE_CUDA
@@ -80,7 +80,7 @@ static bool path_exists(const char* folder, const char* name, char (&path)[4096]
     return access(path, R_OK) == 0;
 }
 
-/* Any two of {global batch, B, G} give the third (SEMANTICS: batch arithmetic). */
+/* Any two of {global batch, B, G} give the third (docs/numbers.md: batch arithmetic). */
 static void batch_arithmetic(Run* run, int num_ranks)
 {
     const Flags* f = run->flags;

@@ -1,11 +1,10 @@
 /* account.h: what can be said of a run without changing it: the bytes that a step sends, by the same arithmetic as the
  * collectives, and hashes of what the ranks hold. */
 #pragma once
-#include "stages.h"
+#include "update.h"
 
 /* Bytes this rank sends in one step, by the same arithmetic as the collectives. */
 typedef struct WireBytes { size_t gradients, parameters, sums, optimizer; } WireBytes;
-static size_t optimizer_wire_bytes(const Zero* z);   // update.h
 
 /* Elements that the ring gathers in one step: zero_params_begin without doing it. */
 static size_t ring_gathered_elems(const Zero* z)

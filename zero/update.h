@@ -8,7 +8,7 @@
  *         whole everywhere, and each rank does all matrices itself: no bytes, but no share either. */
 #pragma once
 #include "kernels/muon.cuh"
-#include "account.h"
+#include "stages.h"
 
 // ------------------------------------------------------------------------------------------------------------ units
 /* `range` of unit u from `first` on, as far as OPTIMIZER_MAX_RUNS tensors go: what one launch takes. */
