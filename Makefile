@@ -193,7 +193,7 @@ lint:
 # build's too where they have kernels in them.
 HEADERS       = $(patsubst ./%,%,$(shell grep -rLE --include=*.h --include=*.cuh '^/\* \S+: part of ' $(HEADER_DIRS)))
 HEADER_DIRS   = data kernels zero model run
-HEADER_CHECK  = $(CXX) -fsyntax-only -x c++ -std=c++17 -fopenmp $(WARN) -w -DPREC_BF16 -I. $(MPI_FLAGS)
+HEADER_CHECK  = $(CXX) -fsyntax-only -x c++ -std=c++17 -fopenmp -Werror=switch -DPREC_BF16 -I. $(MPI_FLAGS)
 headers: $(addprefix build/headers/cpu/,$(filter-out kernels/emu/%,$(HEADERS))) \
          $(addprefix build/headers/emu/,$(filter kernels/%,$(HEADERS)))
 	@echo "headers: $(words $^) compile by themselves"

@@ -122,7 +122,7 @@ static void environment_libraries(void)
 #elif defined(DEVICE_EMU)
     environment_row("BLAS", nullptr, "OpenBLAS under cuBLASLt's names");
 #else
-    environment_row("BLAS", nullptr, "its own products (kernels/cpu/gemm.h)");
+    environment_row("BLAS", nullptr, "its own GEMM (kernels/cpu/gemm.h)");
 #endif
     char pcre[64] = "";
     pcre2_config(PCRE2_CONFIG_VERSION, pcre);
