@@ -58,7 +58,8 @@ ifeq ($(DEVICE),cpu)
     COMPILE  := $(filter-out -O3,$(COMPILE)) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
     LINK     += -fsanitize=address,undefined
   else ifdef DEV
-    COMPILE  := $(filter-out -O3,$(COMPILE)) -O1
+    OPT      ?= -O1
+    COMPILE  := $(filter-out -O3,$(COMPILE)) $(OPT)
   endif
 else ifeq ($(DEVICE),emu)
   PREC       ?= fp32 bf16 fp16
