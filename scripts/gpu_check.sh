@@ -84,8 +84,8 @@ sys.exit(not os.path.exists(path) or print(path))
 PYTHON
 }
 
-# sass CUOBJDUMP: how many of attention's instructions are matrix multiplications on tensor cores; without a GPU in what nvcc makes
-# for one.
+# sass CUOBJDUMP: how many of attention's instructions are matrix multiplications on tensor cores; without a GPU in what
+# nvcc makes for one.
 sass() {
     local file=$program
     if [ "$device" != cuda ]; then

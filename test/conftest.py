@@ -1,5 +1,5 @@
-"""conftest.py: read by pytest first: where tests may import from, what their programs find in the environment, and kinds
-of tests, for -m:
+"""conftest.py: read by pytest first: where tests may import from, what their programs find in the environment, and
+kinds of tests, for -m:
     quick   by `make check`: seconds, with the build for the CPU in fp32    ranks   starts several ranks with mpirun
     emu     runs the CUDA kernels on the emulated device                     slow    only with TRAIN_GPT_FULL=1
     pairwise   of the product of its parameters, devices among them, as many as have each pair of values in one of them;

@@ -34,8 +34,8 @@ def test_measured(words):
 @pytest.mark.parametrize("given", ["much", "0", "-5", "inf", "nan", "5 "])
 def test_refused(words, given):
     run = train_gpt(*words, TRAIN_GPT_PEAK_GFLOPS=given, ok=False)
-    assert run.complaint == [f'train_gpt: TRAIN_GPT_PEAK_GFLOPS is "{given}": a number above 0, or leave it out to have '
-                             'it measured'], run.err
+    assert run.complaint == [f'train_gpt: TRAIN_GPT_PEAK_GFLOPS is "{given}": a number above 0, or leave it out to '
+                             'have it measured'], run.err
 
 
 def test_not_measured(words):

@@ -580,7 +580,7 @@ def test_plans_of_the_readme():
 @pytest.mark.parametrize("ranks", [2, 7, 64])
 @pytest.mark.parametrize("name", ["d8", "llama-60m"])
 def test_wire_within_the_table(tmp_path, stage, micro_steps, ranks, name):
-    """At most the elements of docs/zero.md's table times (R-1)/R, padding aside; llama-60m's vocabulary is in pieces."""
+    """At most the elements of docs/zero.md's table times (R-1)/R, padding aside; llama-60m's wte is in pieces."""
     out = train_gpt("--plan", "-m", name, "-z", stage, "--ranks", ranks, "-g", micro_steps).out
     grads, params = map(float, re.search(r"of gradients ([\d.]+), all-gather of parameters ([\d.]+)", out).groups())
     psi = float(re.search(r"([\d.]+)M parameters", out)[1]) * 1e6 * 4 * (ranks - 1) / ranks / 2**20

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Are the examples still examples? Applies dev/examples/*.patch, one on top of the other, to a copy of the tree, builds it
-# in fp32 at -O0 after each and runs what the patch's "# test: COMMAND" says. The last line is the sum.
+# Applies dev/examples/*.patch, one on top of the other, to a copy of the tree, builds it in fp32 at -O0 after each and
+# runs what the patch's "# test: COMMAND" says. The last line is the sum.
 #   dev/examples/check.sh [NAME ...]      gpu: only these patches, gpu.patch ...
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
