@@ -95,8 +95,9 @@ static size_t config_dim(const Config* c, Dim d)
     case Dim::KV: return (size_t)c->NKV * c->HS;
     case Dim::QKV: return (size_t)(c->NH + 2 * c->NKV) * c->HS;
     case Dim::F: return c->F;
-    default: return 1;
+    case Dim::ONE: break;
     }
+    return 1;
 }
 
 static bool config_has(const Config* c, Row row)
@@ -175,12 +176,9 @@ static void tensor_add(Tensor* out, const Config* c, const TensorRow* row, int u
 /* Does a matrix product read it, as its weight or bias? A tied wte is the head too. */
 static bool row_is_in_product(const Config* c, int row)
 {
-    switch (row) {
-    case WTE: return c->tied;
-    case WPE: case NORM_1_WEIGHT: case NORM_1_BIAS: case NORM_2_WEIGHT: case NORM_2_BIAS: case NORM_F_WEIGHT:
-    case NORM_F_BIAS: return false;
-    default: return true;
-    }
+    for (Row other : {WPE, NORM_1_WEIGHT, NORM_1_BIAS, NORM_2_WEIGHT, NORM_2_BIAS, NORM_F_WEIGHT, NORM_F_BIAS})
+        if (row == other) return false;
+    return row != WTE || c->tied;
 }
 
 /* Is `item` some of the parts of a tensor's name, between dots, or a shell pattern that fits it? */

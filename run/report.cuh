@@ -76,6 +76,7 @@ static void print_start(Run* run, const char* model_name)
         run->comm.num_ranks, run->comm.num_ranks > 1 ? "s" : "", run->device.num_threads,
         run->device.num_threads > 1 ? "s" : "");
     if (run->device.peak_flops > 0) SAY(" | peak %.4g Gflop/s per rank", run->device.peak_flops * 1e-9);
+    if (run->device.peak_source[0]) SAY(" (%s)", run->device.peak_source);
     if (f->config[0]) SAY("\nconfig  %s (--print-config says what became of each key)", f->config);
     SAY("\n");
     if (run->comm.rank == 0) print_flags(f);

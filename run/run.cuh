@@ -81,7 +81,7 @@ static bool path_exists(const char* folder, const char* name, char (&path)[4096]
     return access(path, R_OK) == 0;
 }
 
-/* Any two of {global batch, B, G} give the third (SEMANTICS: batch arithmetic). */
+/* Any two of {global batch, B, G} give the third (docs/numbers.md: batch arithmetic). */
 static void batch_arithmetic(Run* run, int num_ranks)
 {
     const Flags* f = run->flags;
@@ -303,15 +303,16 @@ static size_t wire_bytes_per_step(const Run* run)
     return bytes.gradients + bytes.parameters + bytes.sums + bytes.optimizer;
 }
 
+/* --recompute, by level. */
+static const char* const recompute_names[] = {"none", "cheap", "mlp", "attention", "block"};
+static_assert(sizeof recompute_names / sizeof *recompute_names == (int)Recompute::BLOCKS + 1, "a name for each level");
+
 static void recompute_from_flag(Setting* s, const char* value, int L)
 {
-    static const struct { const char* name; Recompute level; } levels[] = {
-        {"none", Recompute::NONE}, {"cheap", Recompute::CHEAP}, {"mlp", Recompute::MLP},
-        {"attention", Recompute::ATTENTION}, {"block", Recompute::BLOCKS}};
     s->segment_layers = 1;
-    for (const auto& l : levels) {
-        if (strcmp(value, l.name) != 0) continue;
-        s->recompute = l.level;
+    for (int level = 0; level <= (int)Recompute::BLOCKS; level++) {
+        if (strcmp(value, recompute_names[level]) != 0) continue;
+        s->recompute = (Recompute)level;
         return;
     }
     char* end;

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything worth knowing on a machine with a card, within five minutes, as one table: build, op tests, trials,
-# the steps of GPT-2 124M and 1.5B, the same models in PyTorch, and what a product and memory give at best.
+# Everything worth knowing on a machine with a GPU, within five minutes, as one table: build, op tests, trials,
+# the steps of GPT-2 124M and 1.5B, the same models in PyTorch, and what a large GEMM and memory give at best.
 #   scripts/gpu_check.sh [--dry]     --dry: the same steps on the emulated device with tiny sizes, to test this script
 # A step that fails is a row that says so, and the next one runs. The logs are in build/gpu_check.
 set -uo pipefail
@@ -48,8 +48,8 @@ step() {
     return $status
 }
 
-# bench FILE MODEL B T PRECISION [FLAGS]: of --bench the median, tokens a second, the shares of the peak and of a
-# product.
+# bench FILE MODEL B T PRECISION [FLAGS]: of --bench the median, tokens per second, the shares of the peak and of a
+# large GEMM.
 bench() {
     local file=$logs/$1.json model=$2 B=$3 T=$4 precision=$5
     shift 5
@@ -84,8 +84,8 @@ sys.exit(not os.path.exists(path) or print(path))
 PYTHON
 }
 
-# sass CUOBJDUMP: how many of attention's instructions are products on tensor cores; without a card in what nvcc makes
-# for one.
+# sass CUOBJDUMP: how many of attention's instructions are matrix multiplications on tensor cores; without a GPU in what
+# nvcc makes for one.
 sass() {
     local file=$program
     if [ "$device" != cuda ]; then

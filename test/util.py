@@ -3,6 +3,7 @@
 Only NumPy and the standard library. The program under test is the build named by TRAIN_GPT_CPU, TRAIN_GPT_EMU or
 TRAIN_GPT_CUDA (scripts/test.sh sets them), else what lies in build/.
 """
+import itertools
 import json
 import os
 import pathlib
@@ -14,6 +15,18 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FULL = os.environ.get("TRAIN_GPT_FULL") == "1"
+
+
+def pairwise(rows, values_of):
+    """Of rows, so many that each pair of values that a row has is in one that is taken: greedy. values_of(row) is
+    {axis: value}; of one axis each value is."""
+    cells = [list(values_of(row).items()) for row in rows]
+    pairs = [set(itertools.combinations(row, min(2, len(row)))) for row in cells]
+    open_pairs, chosen = set().union(*pairs), []
+    while open_pairs:
+        chosen.append(max(range(len(rows)), key=lambda i: len(pairs[i] & open_pairs)))
+        open_pairs -= pairs[chosen[-1]]
+    return [rows[i] for i in sorted(chosen)]
 
 
 # ---- the program ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-/* host_mpi.h: the host's MPI calls in the emulated build, and ranks that wait for one another; part of nccl.cpp.
+/* host_mpi.h: part of nccl.cpp: the host's MPI calls in the emulated build, and ranks that wait for one another.
  * A GPU works on while its host waits in MPI, and so does the collective that another rank's host is waiting for. Here
  * the host would stop its own device: so each blocking call is started without blocking, through MPI's profiling
  * interface, and streams run until it is done.

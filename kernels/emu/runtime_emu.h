@@ -1,4 +1,4 @@
-/* runtime_emu.h: memory, streams and events of the emulated build; part of runtime.cpp.
+/* runtime_emu.h: part of runtime.cpp: memory, streams and events of the emulated build.
  * Memory: two arenas, device and pinned. Every allocation lies on pages of its own, filled with NaN, between gaps whose
  * pattern is checked after each kernel. Addresses are never used again: what is freed becomes inaccessible.
  * Streams: queues of operations. A dependency is (stream, sequence number), so events, cudaStreamWaitEvent and the
