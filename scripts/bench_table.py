@@ -42,7 +42,7 @@ def cells(name, j):
 
 def table(rows):
     """rows: (name of the measurement, its JSON or null, what it said)."""
-    head = ["model", "precision", "-r", "step, ms", "quartiles", "tok/s", "MFU, %", "of product, %", "device, MiB",
+    head = ["model", "precision", "-r", "step, ms", "quartiles", "tok/s", "MFU, %", "of GEMM, %", "device, MiB",
             "page faults"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, j, said in rows:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Builds and runs every test; the last line is the sum of all: "N passed, N failed, N skipped".
 #   scripts/test.sh [--full] [DEVICE ...]   DEVICE: cpu, emu, check, cuda; default all, cuda where nvcc is
-# check is the checked variant of emu: every memory access of kernels and host code is looked at.
+# check is the checked variant of emu: a memory checker for kernels and host code.
 # Without a GPU the cuda build is compiled and linked (and must not spill), not run. --full adds the long tests.
-# Each test's own output is kept in build/logs/ and shown when it fails.
+# Each test's own output is in build/logs/ and shown when it fails.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
