@@ -88,7 +88,7 @@ def main():
     device = j["device"] if j["device"] != "CPU" else machine()
     ranks = f"{j['num_ranks']} rank{'s' if j['num_ranks'] > 1 else ''} of {j['num_threads']} threads"
     title = f"train_gpt {j['version']} on {device}, {ranks}, {j['date'][:10]}, median of {j['steps']} steps"
-    text = f"# {title}\n\n{table(rows)}\n\nMFU: {j['flops_convention']}. Product: a large one of the same run.\n"
+    text = f"# {title}\n\n{table(rows)}\n\nMFU: {j['flops_convention']}. GEMM: a large one of the same run.\n"
     (folder / "bench.md").write_text(text)
     figure = draw(measured)
     figure.suptitle(title, fontsize=10, y=1.0, va="bottom")
