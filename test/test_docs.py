@@ -158,6 +158,7 @@ def test_quickstart(place):
     assert (place / "runs" / "quickstart" / "loss.png").exists()
 
 
+@pytest.mark.quick
 def test_flags_exist():
     """A flag named in code type is one of train_gpt's, of the scripts', or of the tools that the pages compare with."""
     known = set(re.findall(r"--[a-z][a-z0-9-]*", train_gpt("--help").out))
@@ -168,19 +169,22 @@ def test_flags_exist():
     for page in PAGES:
         for code in re.findall(r"`([^`\n]+)`", page.read_text()):
             for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9_-]*", code):
-                assert flag in known, f"{page.name} names {flag}"
+                assert flag.replace("_", "-") in known or flag in known, f"{page.name} names {flag}"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_links(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+@pytest.mark.quick
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 1200
 
 
+@pytest.mark.quick
 def test_index():
     """The index of docs/ has every page, and so has the README."""
     for index, prefix in ((ROOT / "docs" / "README.md", ""), (ROOT / "README.md", "docs/")):
@@ -196,6 +200,7 @@ SOURCES |= {path: path.read_text() for path in (ROOT / "train_gpt.cu", ROOT / "M
 OTHER_PROGRAMS = {"train.py", "sample.py", "zero_to_fp32.py"}      # of DeepSpeed and nanoGPT
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_names_exist(page):
     """Files by path or by name alone, functions by a call or definition somewhere in the tree."""
@@ -208,6 +213,7 @@ def test_names_exist(page):
         assert re.search(rf"\b{name}(<.*>)?\(", text), f"{page.name} names {name}()"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", ["how-it-works.md", "contributing.md"])
 def test_identifiers_exist(page):
     """Tables, types and keys in code type: FLAGS, gpu_rows, stage3_prefetch_bucket_size."""
@@ -224,6 +230,7 @@ schedule, weight decay, fine-tuning, key/value cache, perplexity, resume, add an
 reduced, one op test, run one test"""
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("term", re.split(r", ", " ".join(TERMS.split())))
 def test_terms_are_found(term):
     """A reader who searches for it finds the place, in the README or in docs/."""
