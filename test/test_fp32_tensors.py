@@ -56,8 +56,8 @@ def test_stages_agree(tmp_path, device, kind):
                (0, ["--reduce-bucket", 10**6])]
     runs = []
     for stage, more in layouts if device == "cpu" else layouts[2:3]:
-        run = train_gpt(*args, *batch(2, 2, 4), "-z", stage, *more, ranks=2, device=device, out=tmp_path / f"z{stage}", verbose=True,
-                        EMU_SEED="3")
+        run = train_gpt(*args, *batch(2, 2, 4), "-z", stage, *more, ranks=2, device=device, out=tmp_path / f"z{stage}",
+                        verbose=True, EMU_SEED="3")
         assert run.series("loss") == pytest.approx(one.series("loss"), rel=1e-4)
         assert run.series("norm") == pytest.approx(one.series("norm"), rel=1e-3)
         assert_sent_as_planned(run, 2, 4)
