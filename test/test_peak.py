@@ -20,8 +20,8 @@ def start_line(run):
 
 
 def test_given(words):
-    run = train_gpt(*words, TRAIN_GPT_PEAK_GFLOPS="0.001")
-    assert start_line(run).groups() == ("0.001", " (TRAIN_GPT_PEAK_GFLOPS)")
+    run = train_gpt(*words, TRAIN_GPT_PEAK_GFLOPS="1e-6")
+    assert start_line(run).groups() == ("1e-06", " (TRAIN_GPT_PEAK_GFLOPS)")
     shares = [float(share) for share in re.findall(r"([\d.]+)% peak", run.out)]
     assert len(shares) == 2 and min(shares) > 100, "not shares of what was given"
 

@@ -21,7 +21,7 @@ from util import (built_devices, gpt2_config, llama_config, model_write, moments
 
 WTE = "transformer.wte.weight"
 STAGES = [0, 1, 2, 3]
-RANKS = [1, 2, 3, 4]
+RANKS = [pytest.param(1, marks=pytest.mark.quick), 2, 3, 4]
 PLAIN = ["--schedule", "constant", "--warmup", 0, "--weight-decay", 0, "--no-shuffle", "--sample-tokens", 0,
          "--clip", 0]
 LAYOUTS = [(1, 1, 2), (1, 2, 1), (2, 1, 1), (3, 2, 1), (4, 1, 1), (4, 2, 1)]   # ranks, micro-steps, micro-batch
