@@ -180,163 +180,26 @@ template <class P> static void layernorm_backward(floatX* dinp, float* dweight, 
 }
 
 #ifdef OP_TESTS
+#include "norm_tests.h"
 
-template <class R> static void layernorm_forward_ref(R* out, R* mean, R* rstd, const R* inp, const R* weight,
-                                                     const R* bias, int N, int C, R eps)
-{
-    for (int n = 0; n < N; n++) {
-        const R* x = inp + (size_t)n * C;
-        R sum = 0, sum_squares = 0;
-        for (int c = 0; c < C; c++) sum += x[c];
-        mean[n] = sum / C;
-        for (int c = 0; c < C; c++) sum_squares += (x[c] - mean[n]) * (x[c] - mean[n]);
-        rstd[n] = 1 / std::sqrt(sum_squares / C + eps);
-        for (int c = 0; c < C; c++) out[(size_t)n * C + c] = (x[c] - mean[n]) * rstd[n] * weight[c] + bias[c];
+/* As norm_tests.h calls them; residual null: out is the norm of a. */
+struct LayerNormOps {
+    static constexpr bool CENTERED = true;
+    static size_t scratch_elems(int C) { return layernorm_scratch_elems(C); }
+    template <class P> static void forward(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* a,
+                                           const floatX* b, const P* weight, const P* bias, int N, int C, float eps)
+    {
+        if (residual == nullptr) layernorm_forward(out, mean, rstd, a, weight, bias, N, C, eps, 0);
+        else residual_layernorm_forward(residual, out, mean, rstd, a, b, weight, bias, N, C, eps, 0);
     }
-}
-
-template <class R> static void layernorm_backward_ref(R* dinp, R* dweight, R* dbias, const R* dout, const R* inp,
-                                                      const R* weight, const R* mean, const R* rstd, int N, int C)
-{
-    for (int n = 0; n < N; n++) {
-        const R* x = inp + (size_t)n * C;
-        const R* dy = dout + (size_t)n * C;
-        R sum_g = 0, sum_g_xhat = 0;
-        for (int c = 0; c < C; c++) {
-            sum_g += dy[c] * weight[c];
-            sum_g_xhat += dy[c] * weight[c] * ((x[c] - mean[n]) * rstd[n]);
-        }
-        for (int c = 0; c < C; c++) {
-            const R xhat = (x[c] - mean[n]) * rstd[n];
-            dinp[(size_t)n * C + c] += rstd[n] * (dy[c] * weight[c] - sum_g / C - xhat * (sum_g_xhat / C));
-            dweight[c] += dy[c] * xhat;
-            dbias[c] += dy[c];
-        }
+    template <class P> static void backward(floatX* dinp, float* dweight, float* dbias, float* scratch,
+                                            const floatX* dout, const floatX* inp, const P* weight, const float* mean,
+                                            const float* rstd, int N, int C)
+    {
+        layernorm_backward(dinp, dweight, dbias, scratch, dout, inp, weight, mean, rstd, N, C, 0);
     }
-}
-
-static const float LAYERNORM_TEST_EPS = 1e-5f;
-
-template <class P> static void layernorm_forward_test(OpRun* run)
-{
-    const int N = run->dims[0], C = run->dims[1];
-    const float eps = LAYERNORM_TEST_EPS;
-    OpTensor<floatX> inp = op_input<floatX>(run, "inp", (size_t)N * C, 0.5, 2.0);
-    OpTensor<P> weight = op_input<P>(run, "weight", C, 1.0, 0.3);
-    OpTensor<P> bias = op_input<P>(run, "bias", C, 0.0, 0.3);
-    OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)N * C);
-    OpTensor<float> mean = op_output<float>(run, "mean", N), rstd = op_output<float>(run, "rstd", N);
-    OP_RUN(run, 2.0 * N * C * sizeof(floatX), 0,
-           layernorm_forward(out.dev, mean.dev, rstd.dev, inp.dev, weight.dev, bias.dev, N, C, eps, 0));
-    layernorm_forward_ref(out.f64, mean.f64, rstd.f64, inp.f64, weight.f64, bias.f64, N, C, (double)eps);
-    layernorm_forward_ref(out.f32, mean.f32, rstd.f32, inp.f32, weight.f32, bias.f32, N, C, eps);
-    op_check(run, out);
-    op_check_terms(run, mean, op_largest(inp.f64, inp.n));
-    op_check_relative(run, rstd);
-}
-
-/* residual is checked to be the rounded sum, and lies on a as in the model. */
-template <class P> static void residual_layernorm_forward_test(OpRun* run)
-{
-    const int N = run->dims[0], C = run->dims[1];
-    const size_t n = (size_t)N * C;
-    const float eps = LAYERNORM_TEST_EPS;
-    OpTensor<floatX> residual = op_inout<floatX>(run, "residual", n, 0.5, 2.0);
-    OpTensor<floatX> b = op_input<floatX>(run, "b", n, 0.0, 1.0);
-    OpTensor<P> weight = op_input<P>(run, "weight", C, 1.0, 0.3);
-    OpTensor<P> bias = op_input<P>(run, "bias", C, 0.0, 0.3);
-    OpTensor<floatX> out = op_output<floatX>(run, "out", n);
-    OpTensor<float> mean = op_output<float>(run, "mean", N), rstd = op_output<float>(run, "rstd", N);
-    OP_RUN(run, 4.0 * n * sizeof(floatX), 0,
-           residual_layernorm_forward(residual.dev, out.dev, mean.dev, rstd.dev, residual.dev, b.dev, weight.dev,
-                                      bias.dev, N, C, eps, 0));
-    for (size_t i = 0; i < n; i++)
-        residual.f64[i] = residual.f32[i] = op_round(residual.f32[i] + b.f32[i], (const floatX*)nullptr);
-    layernorm_forward_ref(out.f64, mean.f64, rstd.f64, residual.f64, weight.f64, bias.f64, N, C, (double)eps);
-    layernorm_forward_ref(out.f32, mean.f32, rstd.f32, residual.f32, weight.f32, bias.f32, N, C, eps);
-    op_check_exact(run, residual);
-    op_check(run, out);
-    op_check_terms(run, mean, op_largest(residual.f64, n));
-    op_check_relative(run, rstd);
-}
-
-template <class P> static void layernorm_backward_test(OpRun* run)
-{
-    const int N = run->dims[0], C = run->dims[1];
-    const size_t n = (size_t)N * C;
-    OpTensor<floatX> dout = op_input<floatX>(run, "dout", n, 0.0, 1.0);
-    OpTensor<floatX> inp = op_input<floatX>(run, "inp", n, 0.5, 2.0);
-    OpTensor<P> weight = op_input<P>(run, "weight", C, 1.0, 0.3);
-    OpTensor<float> mean = op_input<float>(run, "mean", N, 0.5, 0.1), rstd = op_input<float>(run, "rstd", N, 0.5, 0.02);
-    OpTensor<floatX> dinp = op_inout<floatX>(run, "dinp", n, 0.0, 1.0);
-    OpTensor<float> dweight = op_inout<float>(run, "dweight", C, 0.0, 1.0);
-    OpTensor<float> dbias = op_inout<float>(run, "dbias", C, 0.0, 1.0);
-    float* scratch = op_scratch<float>(run, layernorm_scratch_elems(C));
-    OP_RUN(run, 4.0 * n * sizeof(floatX), 0,
-           layernorm_backward(dinp.dev, dweight.dev, dbias.dev, scratch, dout.dev, inp.dev, weight.dev, mean.dev,
-                              rstd.dev, N, C, 0));
-    layernorm_backward_ref(dinp.f64, dweight.f64, dbias.f64, dout.f64, inp.f64, weight.f64, mean.f64, rstd.f64, N, C);
-    layernorm_backward_ref(dinp.f32, dweight.f32, dbias.f32, dout.f32, inp.f32, weight.f32, mean.f32, rstd.f32, N, C);
-    op_check(run, dinp);
-    op_check(run, dweight);
-    op_check(run, dbias);
-}
-
-/* The reference itself: with the forward's own mean and rstd its gradients are the slopes of the forward. */
-static void layernorm_slope_test(OpRun* run)
-{
-    const int N = run->dims[0], C = run->dims[1];
-    const size_t n = (size_t)N * C;
-    OpTensor<floatX> dout = op_input<floatX>(run, "dout", n, 0.0, 1.0);
-    OpTensor<floatX> inp = op_input<floatX>(run, "inp", n, 0.5, 2.0);
-    OpTensor<floatX> weight = op_input<floatX>(run, "weight", C, 1.0, 0.3);
-    OpTensor<floatX> bias = op_input<floatX>(run, "bias", C, 0.0, 0.3);
-    OpTensor<floatX> dinp = op_inout<floatX>(run, "dinp", n, 0.0, 1.0);
-    OpTensor<float> dweight = op_inout<float>(run, "dweight", C, 0.0, 1.0);
-    OpTensor<float> dbias = op_inout<float>(run, "dbias", C, 0.0, 1.0);
-    double *out = op_host(run, n), *mean = op_host(run, N), *rstd = op_host(run, N);
-    const double eps = LAYERNORM_TEST_EPS;
-    layernorm_forward_ref(out, mean, rstd, inp.f64, weight.f64, bias.f64, N, C, eps);
-    layernorm_backward_ref(dinp.f64, dweight.f64, dbias.f64, dout.f64, inp.f64, weight.f64, mean, rstd, N, C);
-#define LAYERNORM_OBJECTIVE (layernorm_forward_ref(out, mean, rstd, inp.f64, weight.f64, bias.f64, N, C, eps), \
-                             op_dot(out, dout.f64, n))
-    OP_CHECK_GRAD(run, dinp, inp, LAYERNORM_OBJECTIVE);
-    OP_CHECK_GRAD(run, dweight, weight, LAYERNORM_OBJECTIVE);
-    OP_CHECK_GRAD(run, dbias, bias, LAYERNORM_OBJECTIVE);
-#undef LAYERNORM_OBJECTIVE
-}
-
-static const OpTest layernorm_tests[] = {
-    {"layernorm_forward", layernorm_forward_test<floatX>, {1, 1}, OpWhen::ALWAYS},
-    {"layernorm_forward", layernorm_forward_test<floatX>, {1, 768}, OpWhen::ALWAYS},
-    {"layernorm_forward", layernorm_forward_test<floatX>, {37, 129}, OpWhen::ALWAYS},
-    {"layernorm_forward", layernorm_forward_test<floatX>, {9, 4}, OpWhen::ALWAYS},
-    {"layernorm_forward", layernorm_forward_test<floatX>, {1000, 1600}, OpWhen::LARGE},
-    {"layernorm_forward", layernorm_forward_test<floatX>, {3, 20000}, OpWhen::LARGE},
-    {"residual_layernorm_forward", residual_layernorm_forward_test<floatX>, {1, 3}, OpWhen::ALWAYS},
-    {"residual_layernorm_forward", residual_layernorm_forward_test<floatX>, {13, 256}, OpWhen::ALWAYS},
-    {"residual_layernorm_forward", residual_layernorm_forward_test<floatX>, {11, 77}, OpWhen::ALWAYS},
-    {"residual_layernorm_forward", residual_layernorm_forward_test<floatX>, {1000, 768}, OpWhen::LARGE},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {1, 1}, OpWhen::ALWAYS},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {1, 768}, OpWhen::ALWAYS},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {67, 129}, OpWhen::ALWAYS},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {70, 2056}, OpWhen::ALWAYS},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {5, 1031}, OpWhen::ALWAYS},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {2048, 768}, OpWhen::LARGE},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {600, 20000}, OpWhen::LARGE},
-#ifndef PREC_FP32
-    {"layernorm_forward, fp32 weight", layernorm_forward_test<float>, {37, 129}, OpWhen::ALWAYS},
-    {"layernorm_forward, fp32 weight", layernorm_forward_test<float>, {9, 768}, OpWhen::ALWAYS},
-    {"residual_layernorm_forward, fp32 weight", residual_layernorm_forward_test<float>, {13, 256}, OpWhen::ALWAYS},
-    {"layernorm_backward, fp32 weight", layernorm_backward_test<float>, {67, 129}, OpWhen::ALWAYS},
-    {"layernorm_backward, fp32 weight", layernorm_backward_test<float>, {70, 2056}, OpWhen::ALWAYS},
-#endif
-    {"layernorm_slope", layernorm_slope_test, {3, 5}, OpWhen::ALWAYS},
-    {"layernorm_slope", layernorm_slope_test, {4, 64}, OpWhen::ALWAYS},
-    {"layernorm_forward", layernorm_forward_test<floatX>, {16384, 768}, OpWhen::BENCH},
-    {"residual_layernorm_forward", residual_layernorm_forward_test<floatX>, {16384, 768}, OpWhen::BENCH},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {16384, 768}, OpWhen::BENCH},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {16384, 1600}, OpWhen::BENCH},
 };
+
+static const OpTest layernorm_tests[] = {NORM_TESTS("layernorm", LayerNormOps)};
 
 #endif

@@ -153,143 +153,26 @@ template <class P> static void rmsnorm_backward(floatX* dinp, float* dweight, fl
 }
 
 #ifdef OP_TESTS
-#include "optest.h"
+#include "norm_tests.h"
 
-template <class R> static void rmsnorm_forward_ref(R* out, R* rstd, const R* inp, const R* weight, int N, int C, R eps)
-{
-    for (int n = 0; n < N; n++) {
-        const R* x = inp + (size_t)n * C;
-        R sum_squares = 0;
-        for (int c = 0; c < C; c++) sum_squares += x[c] * x[c];
-        rstd[n] = 1 / std::sqrt(sum_squares / C + eps);
-        for (int c = 0; c < C; c++) out[(size_t)n * C + c] = x[c] * rstd[n] * weight[c];
+/* As norm_tests.h calls them; residual null: out is the norm of a. */
+struct RmsNormOps {
+    static constexpr bool CENTERED = false;
+    static size_t scratch_elems(int C) { return rmsnorm_scratch_elems(C); }
+    template <class P> static void forward(floatX* residual, floatX* out, float*, float* rstd, const floatX* a,
+                                           const floatX* b, const P* weight, const P*, int N, int C, float eps)
+    {
+        if (residual == nullptr) rmsnorm_forward(out, rstd, a, weight, N, C, eps, 0);
+        else residual_rmsnorm_forward(residual, out, rstd, a, b, weight, N, C, eps, 0);
     }
-}
-
-template <class R> static void rmsnorm_backward_ref(R* dinp, R* dweight, const R* dout, const R* inp, const R* weight,
-                                                    const R* rstd, int N, int C)
-{
-    for (int n = 0; n < N; n++) {
-        const R *x = inp + (size_t)n * C, *dy = dout + (size_t)n * C;
-        R sum = 0;
-        for (int c = 0; c < C; c++) sum += dy[c] * weight[c] * (x[c] * rstd[n]);
-        for (int c = 0; c < C; c++) {
-            const R xhat = x[c] * rstd[n];
-            dinp[(size_t)n * C + c] += rstd[n] * (dy[c] * weight[c] - xhat * (sum / C));
-            dweight[c] += dy[c] * xhat;
-        }
+    template <class P> static void backward(floatX* dinp, float* dweight, float*, float* scratch, const floatX* dout,
+                                            const floatX* inp, const P* weight, const float*, const float* rstd, int N,
+                                            int C)
+    {
+        rmsnorm_backward(dinp, dweight, scratch, dout, inp, weight, rstd, N, C, 0);
     }
-}
-
-static const float RMSNORM_TEST_EPS = 1e-5f;
-
-template <class P> static void rmsnorm_forward_test(OpRun* run)
-{
-    const int N = run->dims[0], C = run->dims[1];
-    const float eps = RMSNORM_TEST_EPS;
-    OpTensor<floatX> inp = op_input<floatX>(run, "inp", (size_t)N * C, 0.5, 2.0);
-    OpTensor<P> weight = op_input<P>(run, "weight", C, 1.0, 0.3);
-    OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)N * C);
-    OpTensor<float> rstd = op_output<float>(run, "rstd", N);
-    OP_RUN(run, 2.0 * N * C * sizeof(floatX), 0,
-           rmsnorm_forward(out.dev, rstd.dev, inp.dev, weight.dev, N, C, eps, 0));
-    rmsnorm_forward_ref(out.f64, rstd.f64, inp.f64, weight.f64, N, C, (double)eps);
-    rmsnorm_forward_ref(out.f32, rstd.f32, inp.f32, weight.f32, N, C, eps);
-    op_check(run, out);
-    op_check_relative(run, rstd);
-}
-
-/* residual is checked to be the rounded sum, and lies on a as in the model. */
-template <class P> static void residual_rmsnorm_forward_test(OpRun* run)
-{
-    const int N = run->dims[0], C = run->dims[1];
-    const size_t n = (size_t)N * C;
-    const float eps = RMSNORM_TEST_EPS;
-    OpTensor<floatX> residual = op_inout<floatX>(run, "residual", n, 0.5, 2.0);
-    OpTensor<floatX> b = op_input<floatX>(run, "b", n, 0.0, 1.0);
-    OpTensor<P> weight = op_input<P>(run, "weight", C, 1.0, 0.3);
-    OpTensor<floatX> out = op_output<floatX>(run, "out", n);
-    OpTensor<float> rstd = op_output<float>(run, "rstd", N);
-    OP_RUN(run, 4.0 * n * sizeof(floatX), 0,
-           residual_rmsnorm_forward(residual.dev, out.dev, rstd.dev, residual.dev, b.dev, weight.dev, N, C, eps, 0));
-    for (size_t i = 0; i < n; i++)
-        residual.f64[i] = residual.f32[i] = op_round(residual.f32[i] + b.f32[i], (const floatX*)nullptr);
-    rmsnorm_forward_ref(out.f64, rstd.f64, residual.f64, weight.f64, N, C, (double)eps);
-    rmsnorm_forward_ref(out.f32, rstd.f32, residual.f32, weight.f32, N, C, eps);
-    op_check_exact(run, residual);
-    op_check(run, out);
-    op_check_relative(run, rstd);
-}
-
-template <class P> static void rmsnorm_backward_test(OpRun* run)
-{
-    const int N = run->dims[0], C = run->dims[1];
-    const size_t n = (size_t)N * C;
-    OpTensor<floatX> dout = op_input<floatX>(run, "dout", n, 0.0, 1.0);
-    OpTensor<floatX> inp = op_input<floatX>(run, "inp", n, 0.5, 2.0);
-    OpTensor<P> weight = op_input<P>(run, "weight", C, 1.0, 0.3);
-    OpTensor<float> rstd = op_input<float>(run, "rstd", N, 0.5, 0.02);
-    OpTensor<floatX> dinp = op_inout<floatX>(run, "dinp", n, 0.0, 1.0);
-    OpTensor<float> dweight = op_inout<float>(run, "dweight", C, 0.0, 1.0);
-    float* scratch = op_scratch<float>(run, rmsnorm_scratch_elems(C));
-    OP_RUN(run, 4.0 * n * sizeof(floatX), 0,
-           rmsnorm_backward(dinp.dev, dweight.dev, scratch, dout.dev, inp.dev, weight.dev, rstd.dev, N, C, 0));
-    rmsnorm_backward_ref(dinp.f64, dweight.f64, dout.f64, inp.f64, weight.f64, rstd.f64, N, C);
-    rmsnorm_backward_ref(dinp.f32, dweight.f32, dout.f32, inp.f32, weight.f32, rstd.f32, N, C);
-    op_check(run, dinp);
-    op_check_terms(run, dweight, op_largest(dout.f64, n));
-}
-
-/* The reference itself: with the forward's own rstd its gradients are the slopes of the forward. */
-static void rmsnorm_slope_test(OpRun* run)
-{
-    const int N = run->dims[0], C = run->dims[1];
-    const size_t n = (size_t)N * C;
-    OpTensor<floatX> dout = op_input<floatX>(run, "dout", n, 0.0, 1.0);
-    OpTensor<floatX> inp = op_input<floatX>(run, "inp", n, 0.5, 2.0);
-    OpTensor<floatX> weight = op_input<floatX>(run, "weight", C, 1.0, 0.3);
-    OpTensor<floatX> dinp = op_inout<floatX>(run, "dinp", n, 0.0, 1.0);
-    OpTensor<float> dweight = op_inout<float>(run, "dweight", C, 0.0, 1.0);
-    double *out = op_host(run, n), *rstd = op_host(run, N);
-    const double eps = RMSNORM_TEST_EPS;
-    rmsnorm_forward_ref(out, rstd, inp.f64, weight.f64, N, C, eps);
-    rmsnorm_backward_ref(dinp.f64, dweight.f64, dout.f64, inp.f64, weight.f64, rstd, N, C);
-#define RMSNORM_OBJECTIVE (rmsnorm_forward_ref(out, rstd, inp.f64, weight.f64, N, C, eps), op_dot(out, dout.f64, n))
-    OP_CHECK_GRAD(run, dinp, inp, RMSNORM_OBJECTIVE);
-    OP_CHECK_GRAD(run, dweight, weight, RMSNORM_OBJECTIVE);
-#undef RMSNORM_OBJECTIVE
-}
-
-static const OpTest rmsnorm_tests[] = {
-    {"rmsnorm_forward", rmsnorm_forward_test<floatX>, {1, 1}, OpWhen::ALWAYS},
-    {"rmsnorm_forward", rmsnorm_forward_test<floatX>, {1, 768}, OpWhen::ALWAYS},
-    {"rmsnorm_forward", rmsnorm_forward_test<floatX>, {37, 129}, OpWhen::ALWAYS},
-    {"rmsnorm_forward", rmsnorm_forward_test<floatX>, {9, 4}, OpWhen::ALWAYS},
-    {"rmsnorm_forward", rmsnorm_forward_test<floatX>, {1000, 2048}, OpWhen::LARGE},
-    {"rmsnorm_forward", rmsnorm_forward_test<floatX>, {3, 20000}, OpWhen::LARGE},
-    {"residual_rmsnorm_forward", residual_rmsnorm_forward_test<floatX>, {1, 3}, OpWhen::ALWAYS},
-    {"residual_rmsnorm_forward", residual_rmsnorm_forward_test<floatX>, {13, 256}, OpWhen::ALWAYS},
-    {"residual_rmsnorm_forward", residual_rmsnorm_forward_test<floatX>, {11, 77}, OpWhen::ALWAYS},
-    {"residual_rmsnorm_forward", residual_rmsnorm_forward_test<floatX>, {1000, 2048}, OpWhen::LARGE},
-    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {1, 1}, OpWhen::ALWAYS},
-    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {1, 768}, OpWhen::ALWAYS},
-    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {67, 129}, OpWhen::ALWAYS},
-    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {70, 2056}, OpWhen::ALWAYS},
-    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {5, 1031}, OpWhen::ALWAYS},
-    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {2048, 768}, OpWhen::LARGE},
-    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {600, 20000}, OpWhen::LARGE},
-#ifndef PREC_FP32
-    {"rmsnorm_forward, fp32 weight", rmsnorm_forward_test<float>, {37, 129}, OpWhen::ALWAYS},
-    {"rmsnorm_forward, fp32 weight", rmsnorm_forward_test<float>, {9, 768}, OpWhen::ALWAYS},
-    {"residual_rmsnorm_forward, fp32 weight", residual_rmsnorm_forward_test<float>, {13, 256}, OpWhen::ALWAYS},
-    {"rmsnorm_backward, fp32 weight", rmsnorm_backward_test<float>, {67, 129}, OpWhen::ALWAYS},
-    {"rmsnorm_backward, fp32 weight", rmsnorm_backward_test<float>, {70, 2056}, OpWhen::ALWAYS},
-#endif
-    {"rmsnorm_slope", rmsnorm_slope_test, {3, 5}, OpWhen::ALWAYS},
-    {"rmsnorm_slope", rmsnorm_slope_test, {4, 64}, OpWhen::ALWAYS},
-    {"rmsnorm_forward", rmsnorm_forward_test<floatX>, {16384, 2048}, OpWhen::BENCH},
-    {"residual_rmsnorm_forward", residual_rmsnorm_forward_test<floatX>, {16384, 2048}, OpWhen::BENCH},
-    {"rmsnorm_backward", rmsnorm_backward_test<floatX>, {16384, 2048}, OpWhen::BENCH},
 };
+
+static const OpTest rmsnorm_tests[] = {NORM_TESTS("rmsnorm", RmsNormOps)};
 
 #endif
