@@ -1,5 +1,5 @@
 /* norm_tests.h: the op tests of layernorm.cuh and rmsnorm.cuh. `Ops` names the launchers of one of them, and says
- * whether it is CENTERED; if not, mean and bias (a LayerNorm's alone) are null in the references and are not checked. */
+ * whether it is CENTERED; if not, mean and bias, which only LayerNorm has, are null in the references and unchecked. */
 #pragma once
 #include "norm.cuh"
 #include "optest.h"
@@ -83,8 +83,8 @@ template <class Ops, class P> static void norm_backward_test(OpRun* run)
     OpTensor<float> dbias = op_inout<float>(run, "dbias", C, 0.0, 1.0);
     float* scratch = op_scratch<float>(run, Ops::scratch_elems(C));
     OP_RUN(run, 4.0 * n * sizeof(floatX), 0,
-           Ops::backward(dinp.dev, dweight.dev, dbias.dev, scratch, dout.dev, inp.dev, weight.dev, mean.dev, rstd.dev, N,
-                         C));
+           Ops::backward(dinp.dev, dweight.dev, dbias.dev, scratch, dout.dev, inp.dev, weight.dev, mean.dev, rstd.dev,
+                         N, C));
     norm_backward_ref(dinp.f64, dweight.f64, if_centered<Ops>(dbias.f64), dout.f64, inp.f64, weight.f64,
                       if_centered<Ops>(mean.f64), rstd.f64, N, C);
     norm_backward_ref(dinp.f32, dweight.f32, if_centered<Ops>(dbias.f32), dout.f32, inp.f32, weight.f32,

@@ -125,18 +125,24 @@ static void cost_swiglu_forward(CostWalk* w)
     cost_add(w, "swiglu_forward", 0, ELEM * 3 * (double)w->N * w->m->config.F);
 }
 
-/* The exact GELU is a pass of its own; the other form is part of the product, which writes its argument too. */
+/* An activation that cuBLASLt fuses into the GEMM reads or writes its argument there; another is a pass of its own. */
+static double cost_fused_elems(const CostWalk* w)
+{
+    const Config* c = &w->m->config;
+    return activation_epilogue(c->activation) == Epilogue::NONE ? 0 : (double)w->N * c->F;
+}
+
 static void cost_mlp_part(CostWalk* w)
 {
     const Config* c = &w->m->config;
-    double N = (double)w->N, C = c->C, F = c->F, fused = c->gelu == Gelu::TANH ? N * F : 0;
+    double N = (double)w->N, C = c->C, F = c->F, fused = cost_fused_elems(w);
     if (is_llama(w->m)) {
         cost_linear_forward(w, "fc", N, C, 2 * F);
         cost_swiglu_forward(w);
         return;
     }
-    cost_product(w, "matmul_forward_gelu", "fc", N, C, F, ELEM * (N * C + C * F + N * F + fused));
-    if (fused == 0) cost_add(w, "gelu_forward", 0, ELEM * 2 * N * F);
+    cost_product(w, "matmul_forward_act", "fc", N, C, F, ELEM * (N * C + C * F + N * F + fused));
+    if (fused == 0) cost_add(w, "activation_forward", 0, ELEM * 2 * N * F);
 }
 
 static void cost_block_forward(CostWalk* w, bool input_is_there)
@@ -166,15 +172,15 @@ static void cost_block_backward(CostWalk* w)
 {
     const Config* c = &w->m->config;
     double N = (double)w->N, C = c->C, F = c->F, Q = (double)config_dim(c, Dim::Q);
-    double QKV = (double)config_dim(c, Dim::QKV), fused = c->gelu == Gelu::TANH ? N * F : 0;
+    double QKV = (double)config_dim(c, Dim::QKV), fused = cost_fused_elems(w);
     cost_drop(w);
     cost_backward_weight(w, "fcproj", N, F, C);
     if (is_llama(w->m)) {
         cost_backward_input(w, "fcproj", N, F, C, false);
         cost_add(w, "swiglu_backward", 0, ELEM * 5 * N * F);
     } else {
-        cost_product(w, "matmul_backward_input_gelu", "fcproj", N, C, F, ELEM * (N * C + C * F + N * F + fused));
-        if (fused == 0) cost_add(w, "gelu_backward", 0, ELEM * 3 * N * F);
+        cost_product(w, "matmul_backward_input_act", "fcproj", N, C, F, ELEM * (N * C + C * F + N * F + fused));
+        if (fused == 0) cost_add(w, "activation_backward", 0, ELEM * 3 * N * F);
     }
     cost_linear_backward(w, "fc", N, C, fc_width(c));
     cost_norm_backward(w);

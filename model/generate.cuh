@@ -89,7 +89,7 @@ static void decoder_block(Decoder* d, int layer, int N)
     norm_forward(m, unit, NORM_2_WEIGHT, d->residual, d->norm, d->mean, d->rstd, 0, d->residual, m->branch, N);
     linear_forward(m, unit, FC_WEIGHT, d->fc, d->norm, P, c->C, fc_width(c));
     if (is_llama(m)) swiglu_forward(d->fc_act, d->fc, N, c->F, stream);
-    else gelu_forward(d->fc_act, d->fc, (size_t)N * c->F, c->gelu, stream);
+    else activation_forward(d->fc_act, d->fc, (size_t)N * c->F, c->activation, stream);
     linear_forward(m, unit, FCPROJ_WEIGHT, m->branch, d->fc_act, P, c->F, c->C);
 }
 

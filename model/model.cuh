@@ -542,7 +542,7 @@ static void attention_part(const Model* m, int layer, const Block* a, int B, int
                       stream, model_dropout(m, DROPOUT_ATTENTION, layer));
 }
 
-/* norm_2 -> fc, fc_act. GELU is part of the product. */
+/* norm_2 -> fc, fc_act. The activation is part of the GEMM, where cuBLASLt has it. */
 static void mlp_part(const Model* m, int unit, const Block* a, int N)
 {
     const Config* c = &m->config;
@@ -550,8 +550,8 @@ static void mlp_part(const Model* m, int unit, const Block* a, int N)
         linear_forward(m, unit, FC_WEIGHT, a->fc, a->norm_2, N, c->C, fc_width(c));
         swiglu_forward(a->fc_act, a->fc, N, c->F, m->zero->compute);
     } else {
-        matmul_forward_gelu(a->fc_act, a->fc, a->norm_2, model_param(m, unit, FC_WEIGHT), model_param(m, unit, FC_BIAS),
-                            N, c->C, c->F, linear_layout(m), c->gelu, m->zero->compute);
+        matmul_forward_act(a->fc_act, a->fc, a->norm_2, model_param(m, unit, FC_WEIGHT), model_param(m, unit, FC_BIAS),
+                           N, c->C, c->F, linear_layout(m), c->activation, m->zero->compute);
     }
 }
 
@@ -645,8 +645,8 @@ static void block_backward(Model* m, int layer, int B, int T)
     } else {
         matmul_backward_weight(model_grad(m, unit, FCPROJ_WEIGHT), model_grad(m, unit, FCPROJ_BIAS), m->scratch,
                                dbranch, a.fc_act, N, F, C, linear_layout(m), stream);
-        matmul_backward_input_gelu(m->dfc, dbranch, model_param(m, unit, FCPROJ_WEIGHT), a.fc, N, F, C,
-                                   linear_layout(m), c->gelu, stream);
+        matmul_backward_input_act(m->dfc, dbranch, model_param(m, unit, FCPROJ_WEIGHT), a.fc, N, F, C,
+                                  linear_layout(m), c->activation, stream);
     }
     linear_backward(m, unit, FC_WEIGHT, m->dnorm, m->dfc, a.norm_2, N, C, FC);
     norm_backward(m, unit, NORM_2_WEIGHT, a.residual_2, m->norm_2_mean, m->norm_2_rstd, a.first_row, N);

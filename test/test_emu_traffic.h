@@ -147,12 +147,13 @@ static void traffic_llama(TrafficRun* run)
 static void traffic_elementwise(TrafficRun* run)
 {
     floatX *out = traffic_tensor<floatX>(run, TRAFFIC_NC), *inp = traffic_tensor<floatX>(run, TRAFFIC_NC);
-    TRAFFIC(run, "gelu_forward", 2 * TRAFFIC_NC * TRAFFIC_S, gelu_forward(out, inp, TRAFFIC_NC, Gelu::TANH, nullptr));
+    TRAFFIC(run, "activation_forward", 2 * TRAFFIC_NC * TRAFFIC_S,
+            activation_forward(out, inp, TRAFFIC_NC, Activation::GELU_TANH, nullptr));
     out = traffic_tensor<floatX>(run, TRAFFIC_NC);
     inp = traffic_tensor<floatX>(run, TRAFFIC_NC);
     floatX* dout = traffic_tensor<floatX>(run, TRAFFIC_NC);
-    TRAFFIC(run, "gelu_backward", 3 * TRAFFIC_NC * TRAFFIC_S,
-            gelu_backward(out, dout, inp, TRAFFIC_NC, Gelu::TANH, nullptr));
+    TRAFFIC(run, "activation_backward", 3 * TRAFFIC_NC * TRAFFIC_S,
+            activation_backward(out, dout, inp, TRAFFIC_NC, Activation::GELU_TANH, nullptr));
     out = traffic_tensor<floatX>(run, TRAFFIC_NC);
     inp = traffic_tensor<floatX>(run, TRAFFIC_NC);
     TRAFFIC(run, "dropout", 2 * TRAFFIC_NC * TRAFFIC_S,

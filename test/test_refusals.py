@@ -273,7 +273,7 @@ ROWS = [
     refuse("{d}/model/model.safetensors: tensor transformer.wte.weight has shape 31x8, config.json asks for 32x8",
            config(vocab_size=V + 1)),
     refuse('{d}/model/config.json: "layer_norm_epsilon" is 2, must be 0 to 1', config(layer_norm_epsilon=2)),
-    refuse('{d}/model/config.json: activation_function is "swish", have gelu_new, gelu_pytorch_tanh and gelu',
+    refuse('{d}/model/config.json: activation_function is "swish", have gelu_new, gelu_pytorch_tanh, gelu, silu',
            config(activation_function="swish")),
     refuse("{d}/model/config.json: scale_attn_by_inverse_layer_idx true is not there yet",
            config(scale_attn_by_inverse_layer_idx=True)),
