@@ -13,26 +13,11 @@
  * source  Dao et al. 2022, arXiv:2205.14135 (tiles, online softmax, recomputation); the transposed scores of the CPU
  *         code are our own */
 #pragma once
-#include "dropout.cuh"
+#include "attention_dims.cuh"
+#include "attention_mma.cuh"
 #ifdef DEVICE_CPU
 #include "kernels/cpu/gemm.h"
 #endif
-
-typedef struct { int B, T, NH, NKV, HS; float scale; } AttentionDims;
-
-/* Where a head's first row starts in qkv, out and lse, and how far its rows are apart. */
-HOSTDEV size_t attention_ld_qkv(AttentionDims a) { return (size_t)(a.NH + 2 * a.NKV) * a.HS; }
-HOSTDEV size_t attention_ld_out(AttentionDims a) { return (size_t)a.NH * a.HS; }
-HOSTDEV size_t attention_q(AttentionDims a, int b, int h) { return (size_t)b * a.T * attention_ld_qkv(a) + h * a.HS; }
-HOSTDEV size_t attention_k(AttentionDims a, int b, int kv_head) { return attention_q(a, b, a.NH + kv_head); }
-HOSTDEV size_t attention_v(AttentionDims a, int b, int kv_head) { return attention_q(a, b, a.NH + a.NKV + kv_head); }
-HOSTDEV size_t attention_o(AttentionDims a, int b, int h) { return (size_t)b * a.T * attention_ld_out(a) + h * a.HS; }
-/* k of one score. */
-HOSTDEV float attention_keep(DropoutKey key, const Dropout& d, int query, int key_idx, int T)
-{
-    return dropout_keeps(key, (unsigned)query * (unsigned)T + (unsigned)key_idx, d.threshold) ? d.scale : 0.0f;
-}
-HOSTDEV size_t attention_l(AttentionDims a, int b, int h) { return ((size_t)b * a.NH + h) * a.T; }
 
 #ifdef DEVICE_CPU
 
@@ -569,13 +554,6 @@ attention_backward_kv_kernel(floatX* dqkv, const floatX* dout, const float* lse,
             }
 }
 
-/* A block may use 48 KiB without asking. */
-template<class Kernel> static void attention_allow_shared(Kernel kernel, size_t bytes)
-{
-    if (bytes > 48 * 1024)
-        CUDA_CHECK(cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-}
-
 template<int HSP, bool DROPS> static void attention_forward_launch(floatX* out, float* lse, const floatX* qkv,
                                                                    AttentionDims a, Dropout d, cudaStream_t stream)
 {
@@ -611,7 +589,6 @@ template<int HSP, bool DROPS> static void attention_backward_launch(floatX* dqkv
 static bool attention_uses_mma(AttentionDims, std::initializer_list<const void*>) { return false; }
 static size_t attention_scratch_elems(int B, int T, int NH, int HS) { (void)HS; return (size_t)B * NH * T; }
 #else
-#include "attention_mma.cuh"
 /* The statistics of the rows, or for head sizes of the 32-bit path delta alone, which is less. */
 static size_t attention_scratch_elems(int B, int T, int NH, int HS)
 {

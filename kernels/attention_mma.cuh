@@ -12,7 +12,9 @@
  *         scores and dp twice: 7 products instead of 5.
  * source  Dao 2023, arXiv:2307.08691 */
 #pragma once
-#include "vec.cuh"
+#include "attention_dims.cuh"
+
+#if !defined(DEVICE_CPU) && !defined(PREC_FP32)
 
 static constexpr int MMA_BLOCK = 128;                // 4 warps
 static constexpr int STATS_ROWS = 128;               // rows of statistics are padded to whole blocks of queries
@@ -529,3 +531,5 @@ template <int HSP, bool DROPS> static void attention_backward_mma(floatX* dqkv, 
            stats, qkv, a, d);
     CUDA_CHECK(cudaGetLastError());
 }
+
+#endif

@@ -1,5 +1,7 @@
 /* attention_tests.h: the op tests of attention.cuh, at the end of which it is included. */
 #pragma once
+#include "attention.cuh"
+#ifdef OP_TESTS
 #include "optest.h"
 
 /* Plain attention, row by row, with the row's probabilities. p has room for T. */
@@ -157,3 +159,5 @@ static void attention_backward_test(OpRun* run)
     ATTENTION_TEST(name, BENCH, 1, 1024, 12, 12, 64), ATTENTION_TEST(name, BENCH, 1, 4096, 4, 2, 128)
 
 static const OpTest attention_tests[] = {ATTENTION_TESTS(attention_forward), ATTENTION_TESTS(attention_backward)};
+
+#endif

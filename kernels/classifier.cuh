@@ -329,6 +329,7 @@ static void classifier_piece_backward(floatX* logits, const float* maxima, const
 }
 
 #ifdef OP_TESTS
+#include "optest.h"
 
 template <class R> static void classifier_forward_ref(R* losses, const R* logits, const int* targets, int rows, int V,
                                                       int VP)

@@ -223,6 +223,7 @@ static void embedding_backward(float* dwte, float* dwpe, const floatX* dout, con
 }
 
 #ifdef OP_TESTS
+#include "optest.h"
 
 template <class R> static void embedding_forward_ref(R* out, const int* tokens, const R* wte, const R* wpe, int B,
                                                      int T, int C)

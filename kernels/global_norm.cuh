@@ -210,6 +210,7 @@ static void state_hash_accumulate(unsigned long long* result, const Values& valu
 }
 
 #ifdef OP_TESTS
+#include "optest.h"
 
 /* The largest finite number, an infinity and a NaN lie among the gradients where dims[1] says so; dims[2]: floatX. */
 template <class T> static void global_norm_run(OpRun* run, Dtype dtype)

@@ -340,6 +340,7 @@ static void weights_round(floatX* weights, const float* master, size_t n, cudaSt
 }
 
 #ifdef OP_TESTS
+#include "optest.h"
 
 template <class D, class S> static void values_sum_run(OpRun* run, Dtype dst_dtype, Dtype src_dtype)
 {

@@ -13,13 +13,12 @@
 #include <cstring>
 #include <nccl.h>
 #include "device.h"
-#ifdef DEVICE_EMU
-#include "kernels/emu/emu_check.h"
-#endif
+#include "mpi_check.h"
 #include "reduce.h"
 #include "stream.h"
-#ifndef NO_MPI
-#include <mpi.h>
+#ifdef DEVICE_EMU
+#include "kernels/emu/emu_check.h"
+#include "kernels/emu/host_mpi.h"
 #endif
 
 static const char* const collective_names[NUM_COLLECTIVES] = {
@@ -150,19 +149,6 @@ static char* slot_of(const ncclComm* comm, size_t chunk, int peer)
 {
     return comm->workspace + ((chunk & 1) * (size_t)comm->num_ranks + (size_t)peer) * SLOT_BYTES;
 }
-
-[[noreturn]] static void die_mpi(const char* call, int error)
-{
-    char text[MPI_MAX_ERROR_STRING];
-    int len;
-    if (MPI_Error_string(error, text, &len) != MPI_SUCCESS) text[0] = '\0';
-    die("%s: %s", call, text);
-}
-
-#define MPI_CHECK(name, ...) do { \
-    int mpi_error_ = name(__VA_ARGS__); \
-    if (mpi_error_ != MPI_SUCCESS) die_mpi(#name, mpi_error_); \
-} while (0)
 
 static void post_send(Work* w, int slot, const char* p, size_t size_bytes, int peer, int tag)
 {
@@ -544,10 +530,6 @@ static ncclResult_t transfer(bool is_send, void* p, size_t count, ncclDataType_t
     work_add(w, stream);
     return ncclSuccess;
 }
-
-#ifdef DEVICE_EMU
-#include "host_mpi.h"
-#endif
 
 #ifndef NO_MPI
 static void abort_all_ranks(int exit_code) { MPI_Abort(MPI_COMM_WORLD, exit_code); }

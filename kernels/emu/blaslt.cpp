@@ -12,9 +12,8 @@
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include "emu_check.h"
-#include "kernels/cpu/stream.h"
 #include <unistd.h>
+#include "emu_check.h"
 
 extern "C" void openblas_set_num_threads(int num_threads);
 

@@ -6,7 +6,6 @@
 #include <sys/mman.h>
 #include "emu.h"
 #include "emu_check.h"
-#include "kernels/cpu/stream.h"
 #if !defined(__x86_64__) || defined(EMU_UCONTEXT)      // EMU_UCONTEXT: to test the portable way here
 #include <ucontext.h>
 #define PORTABLE_FIBERS

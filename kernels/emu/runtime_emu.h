@@ -4,8 +4,10 @@
  * Streams: queues of operations. A dependency is (stream, sequence number), so events, cudaStreamWaitEvent and the
  * legacy default stream are one thing. EMU_SEED=0 runs an operation as soon as it may run; another seed is lazy and
  * picks at random among the streams whose head may run. */
+#pragma once
 #include <csignal>
 #include "emu_check.h"
+#include "kernels/cpu/runtime_shared.h"
 
 static size_t default_budget_bytes(void) { return 2048 * MIB; }
 static size_t host_available_bytes(void) { return SIZE_MAX; }
