@@ -203,12 +203,6 @@ template <class E, class P> static void embedding_rows(floatX* out, const int* t
 #endif
 }
 
-static void embedding_forward(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe, int B, int T, int C,
-                              cudaStream_t stream)
-{
-    embedding_rows(out, tokens, nullptr, wte, wpe, ALL_TOKENS, B * T, T, C, stream);
-}
-
 static void embedding_backward(float* dwte, float* dwpe, const floatX* dout, const int* tokens, int B, int T, int C,
                                cudaStream_t stream, TokenRange range = ALL_TOKENS)
 {
@@ -256,7 +250,7 @@ static void embedding_forward_test(OpRun* run)
     OpTensor<floatX> wpe = op_input<floatX>(run, "wpe", (size_t)T * C, 0.0, 1.0);
     OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)B * T * C);
     OP_RUN(run, 2.0 * out.n * sizeof(floatX), 0,
-           embedding_forward(out.dev, tokens.dev, wte.dev, wpe.dev, B, T, C, 0));
+           embedding_rows(out.dev, tokens.dev, nullptr, wte.dev, wpe.dev, ALL_TOKENS, B * T, T, C, 0));
     embedding_forward_ref(out.f64, tokens.h, wte.f64, wpe.f64, B, T, C);
     op_check_exact(run, out);
 }

@@ -95,8 +95,9 @@ static size_t config_dim(const Config* c, Dim d)
     case Dim::KV: return (size_t)c->NKV * c->HS;
     case Dim::QKV: return (size_t)(c->NH + 2 * c->NKV) * c->HS;
     case Dim::F: return c->F;
-    default: return 1;
+    case Dim::ONE: break;
     }
+    return 1;
 }
 
 static bool config_has(const Config* c, Row row)
@@ -172,15 +173,17 @@ static void tensor_add(Tensor* out, const Config* c, const TensorRow* row, int u
     out->row = row->row;
 }
 
-/* Does a matrix product read it, as its weight or bias? A tied wte is the head too. */
-static bool row_is_in_product(const Config* c, int row)
+/* Does a GEMM read it, as its weight or bias? A tied wte is the head too. */
+static bool row_is_in_gemm(const Config* c, Row row)
 {
     switch (row) {
     case WTE: return c->tied;
     case WPE: case NORM_1_WEIGHT: case NORM_1_BIAS: case NORM_2_WEIGHT: case NORM_2_BIAS: case NORM_F_WEIGHT:
     case NORM_F_BIAS: return false;
-    default: return true;
+    case QKV_WEIGHT: case QKV_BIAS: case PROJ_WEIGHT: case PROJ_BIAS: case FC_WEIGHT: case FC_BIAS: case FCPROJ_WEIGHT:
+    case FCPROJ_BIAS: case LM_HEAD: case NUM_ROWS: break;
     }
+    return true;
 }
 
 /* Is `item` some of the parts of a tensor's name, between dots, or a shell pattern that fits it? */
@@ -251,11 +254,11 @@ static const Tensor* unit_tensor(const Shard* s, int unit, int row)
     return nullptr;
 }
 
-/* Does a product read something that is kept in fp32? */
+/* Does a GEMM read something that is stored in fp32? */
 static bool model_rounds_fp32(const Shard* s, const Config* c)
 {
     for (int i = 0; i < (s->num_fp32_units > 0 ? s->units[0].num_tensors : 0); i++)
-        if (row_is_in_product(c, s->tensors[i].row)) return true;
+        if (row_is_in_gemm(c, (Row)s->tensors[i].row)) return true;
     return false;
 }
 

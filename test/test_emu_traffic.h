@@ -76,8 +76,8 @@ static void traffic_embedding(TrafficRun* run)
         if (!backward) {
             floatX *wte = traffic_tensor<floatX>(run, (size_t)V * C);
             floatX *wpe = traffic_tensor<floatX>(run, (size_t)T * C, Reuse::SMALL);
-            TRAFFIC(run, "embedding_forward", 2 * TRAFFIC_NC * TRAFFIC_S,
-                    embedding_forward(out, tokens, wte, wpe, B, T, C, nullptr));
+            TRAFFIC(run, "embedding_rows", 2 * TRAFFIC_NC * TRAFFIC_S,
+                    embedding_rows(out, tokens, nullptr, wte, wpe, ALL_TOKENS, B * T, T, C, nullptr));
         } else {
             float *dwte = traffic_tensor<float>(run, (size_t)V * C), *dwpe = traffic_tensor<float>(run, (size_t)T * C);
             const size_t rows = TRAFFIC_NC + (size_t)T * C;

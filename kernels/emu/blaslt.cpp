@@ -287,12 +287,10 @@ size_t cublasLtGetVersion(void) { return 130000; }
 
 const char* cublasLtGetStatusString(cublasStatus_t status)
 {
-    switch (status) {
-    case CUBLAS_STATUS_SUCCESS: return "CUBLAS_STATUS_SUCCESS";
-    case CUBLAS_STATUS_INVALID_VALUE: return "CUBLAS_STATUS_INVALID_VALUE";
-    case CUBLAS_STATUS_NOT_SUPPORTED: return "CUBLAS_STATUS_NOT_SUPPORTED";
-    default: return "CUBLAS_STATUS_<another>";
-    }
+    if (status == CUBLAS_STATUS_SUCCESS) return "CUBLAS_STATUS_SUCCESS";
+    if (status == CUBLAS_STATUS_INVALID_VALUE) return "CUBLAS_STATUS_INVALID_VALUE";
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED) return "CUBLAS_STATUS_NOT_SUPPORTED";
+    return "CUBLAS_STATUS_<another>";
 }
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle)
@@ -346,7 +344,7 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t handle, cubla
     Desc* desc = (Desc*)handle;
     const char* call = "cublasLtMatmulDescSetAttribute";
     int32_t number = 0;
-    switch (attr) {
+    switch ((int)attr) {
     case CUBLASLT_MATMUL_DESC_TRANSA:
     case CUBLASLT_MATMUL_DESC_TRANSB:
         attribute_read(&number, 4, buf, size, call, attr);
@@ -395,7 +393,7 @@ cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t handle, c
 {
     Layout* l = (Layout*)handle;
     const char* call = "cublasLtMatrixLayoutSetAttribute";
-    switch (attr) {
+    switch ((int)attr) {
     case CUBLASLT_MATRIX_LAYOUT_TYPE: attribute_read(&l->type, 4, buf, size, call, attr); break;
     case CUBLASLT_MATRIX_LAYOUT_ORDER:
         attribute_read(&l->order, 4, buf, size, call, attr);
