@@ -208,8 +208,8 @@ static void cost_head(CostWalk* w)
     }
 }
 
-/* The same for head_walk: up through the pieces, and down with the logits made again. */
-static void cost_head_walk(CostWalk* w)
+/* The same for head_loss_chunked: up through the pieces, and down with the logits made again. */
+static void cost_head_chunked(CostWalk* w)
 {
     const Config* c = &w->m->config;
     for (int index = 0; index < c->num_pieces; index++) {
@@ -252,13 +252,13 @@ static void cost_micro(CostWalk* w)
     double segments = 0, restored = m->recompute == Recompute::BLOCKS ? 0 : c->L - 1;
     for (int layer = 0; layer < c->L; layer++) segments += makes_segment_again(m, layer);
     w->part = Part::FORWARD;
-    for (int piece = 0; piece < (m->walks_vocab ? c->num_pieces : 1); piece++)
+    for (int piece = 0; piece < (m->chunks_vocab ? c->num_pieces : 1); piece++)
         cost_add(w, "embedding_rows", 0, piece == 0 ? ELEM * 2 * N * C : 0);
     cost_drop(w);
     cost_times(w, Part::FORWARD, 1, cost_first_block);
     cost_times(w, Part::FORWARD, c->L - 1, cost_next_block);
     cost_norm_forward(w, true);
-    if (m->walks_vocab) cost_head_walk(w);
+    if (m->chunks_vocab) cost_head_chunked(w);
     else cost_head(w);
     w->part = Part::FORWARD;
     cost_add(w, "loss_accumulate", 0, 8 * N);

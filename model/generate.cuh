@@ -113,12 +113,12 @@ static void decoder_step(Decoder* d, int N, const int* wanted, int num_wanted)
     }
     head_begin(m);
     norm_forward(m, head, NORM_F_WEIGHT, d->residual, m->norm_f, d->mean, d->rstd, 0, d->residual, m->branch, N);
-    if (m->walks_vocab) {
+    if (m->chunks_vocab) {
         head_rows_forward(m, wanted, num_wanted);
         CUDA_CHECK(cudaMemcpyAsync(d->h_logits, m->logits, (size_t)num_wanted * c->VP * sizeof(floatX),
                                    cudaMemcpyDeviceToHost, stream));
     }
-    for (int i = m->walks_vocab ? num_wanted : 0, run; i < num_wanted; i += run) {   // neighbouring rows go together
+    for (int i = m->chunks_vocab ? num_wanted : 0, run; i < num_wanted; i += run) {   // neighbouring rows go together
         for (run = 1; i + run < num_wanted && wanted[i + run] == wanted[i] + run; ) run++;
         head_forward(m, wanted[i], decoder_padded(run));
         CUDA_CHECK(cudaMemcpyAsync(d->h_logits + (size_t)i * c->VP, m->logits, (size_t)run * c->VP * sizeof(floatX),
@@ -203,7 +203,7 @@ static void logits_of_context(Model* m, const int* ids, int num_ids, floatX* raw
     CUDA_CHECK(cudaMemcpyAsync(m->tokens, ids + (num_ids - T), T * sizeof(int), cudaMemcpyHostToDevice, stream));
     model_forward(m, 1, T);
     int last = T - 1;
-    if (m->walks_vocab) head_rows_forward(m, &last, 1);
+    if (m->chunks_vocab) head_rows_forward(m, &last, 1);
     else head_forward(m, last, 1);
     CUDA_CHECK(cudaMemcpyAsync(raw, m->logits, m->config.V * sizeof(floatX), cudaMemcpyDeviceToHost, stream));
 }

@@ -285,7 +285,7 @@ typedef struct Model {
     Config config;
     Shard shard;
     Zero* zero;
-    bool walks_vocab;         // stages 2-3: wte and head, or at stage 2 their gradients, are there piece by piece
+    bool chunks_vocab;         // stages 2-3: wte and head, or at stage 2 their gradients, are there piece by piece
     Recompute recompute;
     int segment_layers;       // BLOCKS
     bool offloads;            // BLOCKS: the inputs of the segments lie in host memory, two of them on the device
@@ -318,7 +318,7 @@ typedef struct Model {
     float  *norm_f_mean, *norm_f_rstd;   // (N)
     floatX *logits;           // (head_rows,VP), turned into dlogits in place
     float  *losses;           // (N)
-    float  *maxima;           // (N)       walks_vocab: of the logits so far
+    float  *maxima;           // (N)       chunks_vocab: of the logits so far
     double *exp_sums;         // (N)       and the sum of their exponentials
     int *tokens, *targets;    // (B,T)
     // backward
@@ -405,8 +405,8 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     plan_add(plan, label, D, &m->fc_act, (is_llama(m) ? cheap : mlp) * layer_elems(N, F));
     for (floatX** p : {&m->branch, &m->residual_f, &m->norm_f}) plan_add(plan, label, D, p, N * C);
     for (float** p : {&m->norm_f_rstd, &m->losses}) plan_add(plan, label, D, p, N);
-    plan_add(plan, label, D, &m->maxima, m->walks_vocab ? N : 0);
-    plan_add(plan, label, D, &m->exp_sums, m->walks_vocab ? N : 0);
+    plan_add(plan, label, D, &m->maxima, m->chunks_vocab ? N : 0);
+    plan_add(plan, label, D, &m->exp_sums, m->chunks_vocab ? N : 0);
     if (is_llama(m)) {
         plan_add(plan, "rotary table", D, &m->rope, (size_t)T * c->HS);
     } else {

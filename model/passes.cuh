@@ -4,7 +4,7 @@
  *   model_forward      tokens -> the input of the head     head_forward, head_loss   the head, in chunks of rows
  *   model_train_micro  tokens, targets -> gradients, sums  model_eval_micro          tokens, targets -> sums
  *
- * Stages 2 and 3 with a large untied vocabulary (walks_vocab): wte and head are pieces of about a block's size that
+ * Stages 2 and 3 with a large untied vocabulary (chunks_vocab): wte and head are pieces of about a block's size that
  * pass through the ring as blocks do. The lookup takes from each piece the rows that lie in it. The head goes through
  * its pieces twice, each time over all rows: up, for the maximum and the sum of the softmax, and down again from the
  * piece that is still there, with the same logits made again, for the gradients. So nothing is gathered more often than
@@ -29,7 +29,7 @@ static void model_visits(Model* m)
     m->visits = (int*)malloc_checked((3 * (size_t)c->L + 3 * c->num_pieces + 2) * sizeof(int));
     int n = 0;
     for (int unit = 0; unit < num_units(c); unit++) m->visits[n++] = unit;
-    if (m->walks_vocab)
+    if (m->chunks_vocab)
         for (int piece = c->num_pieces - 1; piece >= 0; piece--) m->visits[n++] = unit_lm_head(c, piece);
     for (int layer = c->L - 1; layer >= 0; layer--) {
         if (makes_segment_again(m, layer))
@@ -46,7 +46,7 @@ static void model_resident(const Model* m, bool* resident)
     const Config* c = &m->config;
     for (int u = 0; u < num_units(c); u++)
         resident[u] = u < unit_embed(c) || u == unit_head(c) ||
-                      (!m->walks_vocab && (u < unit_block(c, 0) || u > unit_head(c)));
+                      (!m->chunks_vocab && (u < unit_block(c, 0) || u > unit_head(c)));
 }
 
 /* Makes the segment that ends with block `layer` again from its input. */
@@ -87,9 +87,9 @@ static void embed_forward(const Model* m, floatX* out, const int* positions, int
     for (int piece = 0; piece < c->num_pieces; piece++) {
         int unit = unit_embed(c, piece);
         zero_params_begin(m->zero, unit);
-        if (!m->walks_vocab && piece < c->num_pieces - 1) continue;
-        TokenRange range = m->walks_vocab ? piece_tokens(c, piece) : ALL_TOKENS;
-        if (!m->walks_vocab) unit = unit_embed(c);
+        if (!m->chunks_vocab && piece < c->num_pieces - 1) continue;
+        TokenRange range = m->chunks_vocab ? piece_tokens(c, piece) : ALL_TOKENS;
+        if (!m->chunks_vocab) unit = unit_embed(c);
         const float* wte = model_param_fp32(m, unit, WTE);
         if (wte != nullptr) embed_rows(m, out, positions, unit, wte, range, N, T);
         else embed_rows<floatX>(m, out, positions, unit, model_param(m, unit, WTE), range, N, T);
@@ -100,7 +100,7 @@ static void embed_forward(const Model* m, floatX* out, const int* positions, int
 static void head_begin(Model* m)
 {
     const Config* c = &m->config;
-    for (int unit = unit_head(c); unit < (m->walks_vocab ? unit_head(c) + 1 : num_units(c)); unit++)
+    for (int unit = unit_head(c); unit < (m->chunks_vocab ? unit_head(c) + 1 : num_units(c)); unit++)
         zero_params_begin(m->zero, unit);
 }
 
@@ -172,7 +172,7 @@ static LogitsPiece head_piece(const Model* m, int piece, int* max_rows)
 }
 
 /* head_loss where the head is walked through; `backward` also reduces the gradients of its pieces. */
-static void head_walk(Model* m, int N, float dloss, bool backward, int micro, int num_micro)
+static void head_loss_chunked(Model* m, int N, float dloss, bool backward, int micro, int num_micro)
 {
     const Config* c = &m->config;
     Zero* z = m->zero;
@@ -208,7 +208,7 @@ static void head_walk(Model* m, int N, float dloss, bool backward, int micro, in
 /* m->losses (N), no gradients. */
 static void head_losses(Model* m, int N)
 {
-    if (m->walks_vocab) head_walk(m, N, 0, false, 0, 1);
+    if (m->chunks_vocab) head_loss_chunked(m, N, 0, false, 0, 1);
     else head_loss(m, N, 0, false);
 }
 
@@ -243,13 +243,13 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     phase_begin(Phase::FORWARD);
     model_forward(m, B, T);
     phase_begin(Phase::HEAD);
-    if (m->walks_vocab) head_walk(m, N, dloss, true, micro, num_micro);
+    if (m->chunks_vocab) head_loss_chunked(m, N, dloss, true, micro, num_micro);
     else head_loss(m, N, dloss, true);
     loss_accumulate(z->step_sums + NUM_TOKS, m->losses, m->targets, N, stream);
     phase_begin(Phase::BACKWARD);
     residual_gradient_clear(m, N);
     norm_backward(m, head, NORM_F_WEIGHT, m->residual_f, m->norm_f_mean, m->norm_f_rstd, 0, N);
-    for (int unit = num_units(c) - 1; unit > head && !m->walks_vocab; unit--)
+    for (int unit = num_units(c) - 1; unit > head && !m->chunks_vocab; unit--)
         zero_gradient_end(z, unit, micro, num_micro);
     zero_gradient_end(z, head, micro, num_micro);
     for (int layer = c->L - 1; layer >= 0; layer--) {
