@@ -13,7 +13,7 @@
 #include <climits>
 #include "vec.cuh"
 
-/* The tokens that the first row of a piece of wte and those after it stand for. */
+/* The tokens of a piece of wte: that of its first row, and how many. */
 typedef struct { int first, count; } TokenRange;
 static const TokenRange ALL_TOKENS = {0, INT_MAX};
 
@@ -112,7 +112,7 @@ embedding_backward_wpe_kernel(float* dwpe, const floatX* dout, int B, int T, int
     }
 }
 
-/* Block n asks whether tokens[n] stands further left; if so it is done, mostly after a few looks. If not, the token is
+/* Block n asks whether tokens[n] is also further left; if so it is done, mostly after a few tests. If not, the token is
  * its own: it lists the token's places from n on, a chunk at a time and in order, and adds their rows in registers.
  * blockIdx.y is the range of columns. */
 template <int W> static __global__ void __launch_bounds__(EMBEDDING_BLOCK)
@@ -185,7 +185,7 @@ template <int W> static void embedding_backward_launch(float* dwte, float* dwpe,
 
 #endif
 
-/* positions null: row n stands at n % T. */
+/* positions null: row n is at position n % T. */
 template <class E, class P> static void embedding_rows(floatX* out, const int* tokens, const int* positions,
                                                        const E* wte, const P* wpe, TokenRange range, int N, int T,
                                                        int C, cudaStream_t stream)

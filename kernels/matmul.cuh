@@ -9,13 +9,13 @@
  *         (matmul_scratch_elems(OC)) fp32
  * writes  forward out =, pre =; backward_input dinp = or +=, dpre =; backward_weight dweight +=, dbias +=
  * needs   matmul_init() once; any N, IC, OC. cuBLASLt's work space is shared, so all calls are to go to one stream.
- * exact   fp32 products in fp32 (no TF32); bf16 and fp16 multiply exactly and sum in fp32. Same bits on every run; on
- *         the CPU for any number of threads; on a GPU, the same bits for the same shapes and card.
+ * exact   fp32 GEMMs in fp32 (no TF32); bf16 and fp16 multiply exactly and sum in fp32. Same bits on every run; on
+ *         the CPU for any number of threads; on a GPU, the same bits for the same shapes and GPU.
  * cost    2*N*IC*OC flops each, judged against the FMA (CPU) or tensor core (GPU) peak
  * fused   GPU: bias, tanh GELU and its derivative, and the column sums of dbias are epilogues of cuBLASLt where its
  *         heuristic has them for a shape; where not, which is said once for each kind, they are passes of their own
  * source  CPU: cpu/gemm.h, for a few rows cpu/gemv.h. GPU: cuBLASLt. It is column-major: it sees each of our row-major
- *         matrices transposed, so a product is asked for as D^T = B^T * A^T, and a row-major (rows, cols) matrix goes
+ *         matrices transposed, so a GEMM is asked for as D^T = B^T * A^T, and a row-major (rows, cols) matrix goes
  *         to it as (cols, rows) with leading dimension cols. */
 #pragma once
 #include "activation.cuh"
@@ -170,7 +170,7 @@ template<class T> static void matmul_preference_set(cublasLtMatmulPreference_t p
     CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value));
 }
 
-/* Algorithms that cuBLASLt offers for a product. */
+/* Algorithms that cuBLASLt offers for a GEMM. */
 typedef struct { cublasLtMatmulHeuristicResult_t results[MATMUL_MAX_CHOICES]; int count; } MatmulChoices;
 
 /* Up to max_choices of them, its first choice first; none for a shape and epilogue that it does not have. */
@@ -251,7 +251,7 @@ static void matmul_plan_make(MatmulPlan* plan, MatmulShape s, MatmulEpilogue e)
     const bool aligned = s.alignment_bytes >= 16; // an epilogue's own tensors need that; it is not asked about
     plan->exists = (aligned || e.kind == CUBLASLT_EPILOGUE_DEFAULT) && matmul_plan_ask(plan);
     ENSURE(plan->exists || e.kind != CUBLASLT_EPILOGUE_DEFAULT,
-           "cuBLASLt has no algorithm for a product (%d,%d) x %d of %s aligned to %d bytes", s.m, s.n, s.k, FLOATX_NAME,
+           "cuBLASLt has no algorithm for a GEMM (%d,%d) x %d of %s aligned to %d bytes", s.m, s.n, s.k, FLOATX_NAME,
            s.alignment_bytes);
     if (!plan->exists) matmul_say_unfused(s);
 }
@@ -260,7 +260,7 @@ static MatmulPlan* matmul_plan_find(MatmulShape shape, MatmulEpilogue e)
 {
     for (int i = 0; i < matmul_state.num_plans; i++)
         if (memcmp(&matmul_state.plans[i].shape, &shape, sizeof shape) == 0) return &matmul_state.plans[i];
-    ENSURE(matmul_state.num_plans < MATMUL_MAX_PLANS, "more than %d shapes of matrix products", MATMUL_MAX_PLANS);
+    ENSURE(matmul_state.num_plans < MATMUL_MAX_PLANS, "more than %d shapes of GEMMs", MATMUL_MAX_PLANS);
     MatmulPlan* plan = &matmul_state.plans[matmul_state.num_plans];
     matmul_plan_make(plan, shape, e);
     matmul_state.num_plans++;
@@ -294,7 +294,7 @@ template<class D> static bool matmul_lt(D* d, const floatX* a, const floatX* b, 
     return true;
 }
 
-/* The products of a layer, with an epilogue or plain. */
+/* The GEMMs of a layer, with an epilogue or plain. */
 static bool matmul_lt_forward(floatX* out, const floatX* inp, const floatX* weight, int N, int IC, int OC,
                               Layout layout, MatmulEpilogue e, cudaStream_t stream)
 {
@@ -354,7 +354,7 @@ static __global__ void matmul_backward_bias_add_kernel(float* dbias, const float
 
 #endif
 
-/* What a product moves at least: two operands in, a result out. */
+/* What a GEMM moves at least: two operands in, a result out. */
 static double matmul_bytes(double N, double IC, double OC) { return (N * IC + IC * OC + N * OC) * sizeof(floatX); }
 
 static void matmul_forward(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias, int N, int IC,
@@ -495,7 +495,7 @@ template<Layout layout> static void matmul_forward_test(OpRun* run)
     op_check(run, out);
 }
 
-/* dims: N, IC, OC, 1 with a bias. A few rows, as generation has them: on the CPU the bits of the large product. */
+/* dims: N, IC, OC, 1 with a bias. A few rows, as generation has them: on the CPU the bits of the large GEMM. */
 template<Layout layout> static void matmul_few_rows_test(OpRun* run)
 {
     const int N = run->dims[0], IC = run->dims[1], OC = run->dims[2];

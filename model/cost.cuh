@@ -1,10 +1,10 @@
-/* cost.cuh: what one training step of a planned run does, on paper: each operation by the name of its launcher, how
- * often, its floating-point operations, and the bytes that it must at least move. It goes the way of passes.cuh and
+/* cost.cuh: what one training step of a planned run does, estimated: each operation by the name of its launcher, how
+ * often, its floating-point operations, and the bytes that it must at least move. It follows passes.cuh and
  * zero/update.h without doing anything; test_cost.py holds it to what a run does.
  *   step_cost   the table of a rank's step     costs_sum   of some rows of it
  *
- * flops  of products and attention alone: 2 for each multiply-add that the launcher is asked for. The padding of the
- *        vocabulary counts, and so does what is made again.
+ * flops  of GEMMs and attention alone: 2 for each multiply-add that the launcher is asked for. The padding of the
+ *        vocabulary counts, and so does recomputation.
  * bytes  what each operand and result takes, once: the cost line of the operation's header. Left out are what all rows
  *        share (weights of norms, biases, the table of rotary embedding) and what is small beside a row (statistics).
  * Collectives are not here: zero_wire_bytes has their bytes. */
@@ -18,14 +18,14 @@ static const char* const part_names[] = {"forward", "backward", "recompute", "op
 typedef struct Cost {
     Part part;
     const char* op;           // the launcher
-    const char* product;      // of a product which one: qkv, attproj, fc, fcproj, head, muon; of others ""
-    int rows, inner, cols;    // of a product: (rows,inner) by (inner,cols), the largest
+    const char* product;      // of a GEMM which one: qkv, attproj, fc, fcproj, head, muon; of others ""
+    int rows, inner, cols;    // of a GEMM: (rows,inner) by (inner,cols), the largest
     double calls, flops, bytes;
 } Cost;
 
 typedef struct Costs { Cost costs[96]; int num_costs; } Costs;
 
-/* Where the walk is: what is added counts `times`. */
+/* Where in the step we are: what is added counts `times`. */
 typedef struct CostWalk {
     Costs* out;
     const Model* m;
@@ -208,7 +208,7 @@ static void cost_head(CostWalk* w)
     }
 }
 
-/* The same for head_loss_chunked: up through the pieces, and down with the logits made again. */
+/* The same for head_loss_chunked: up through the pieces, and down with the logits recomputed. */
 static void cost_head_chunked(CostWalk* w)
 {
     const Config* c = &w->m->config;
@@ -250,7 +250,7 @@ static void cost_micro(CostWalk* w)
     const Config* c = &m->config;
     double N = (double)w->N, C = c->C, pieces = c->num_pieces;
     double segments = 0, restored = m->recompute == Recompute::BLOCKS ? 0 : c->L - 1;
-    for (int layer = 0; layer < c->L; layer++) segments += makes_segment_again(m, layer);
+    for (int layer = 0; layer < c->L; layer++) segments += recomputes_segment(m, layer);
     w->part = Part::FORWARD;
     for (int piece = 0; piece < (m->chunks_vocab ? c->num_pieces : 1); piece++)
         cost_add(w, "embedding_rows", 0, piece == 0 ? ELEM * 2 * N * C : 0);

@@ -1,6 +1,6 @@
 /* model.cuh: the models, GPT-2 (Radford et al. 2019) and LLaMA (Touvron et al. 2023; Mistral and Qwen2 are the same
  * with other settings), as Hugging Face's files have them. Both are one block of pre-norm attention and MLP:
- *              norm       positions   MLP             biases            weights lie   head
+ *              norm       positions   MLP             biases            weights are   head
  *   GPT-2      LayerNorm  learned     GELU            everywhere        (in, out)     tied
  *   LLaMA      RMSNorm    rotary      gated by SiLU   as config says    (out, in)     as config says
  *
@@ -9,7 +9,7 @@
  *   C  channels                              L   layers                     F   MLP width
  *   NH query heads   NKV key/value heads     HS  head size                  Q   query width, NH*HS
  *   V  vocabulary    VP  V padded to 64      R   ranks                      G   micro-steps
- * Gradients are d + name. Weights lie as in the HF file; the head is (out, in) in both families.
+ * Gradients are d + name. Weights are stored as in the HF file; the head is (out, in) in both families.
  *
  * What is here, in order: the tensor tables, the only list of tensors; Model, its activations; forward; backward. */
 #pragma once
@@ -38,7 +38,7 @@ enum Row {
     NORM_F_WEIGHT, NORM_F_BIAS, LM_HEAD, NUM_ROWS
 };
 
-/* Each tensor of the file. Those that follow each other with the same row lie joined and are one matrix to the code:
+/* Each tensor of the file. Those that follow each other with the same row are stored joined, one matrix to the code:
  * q, k and v one above the other are the (Q + 2 KV, C) matrix that makes all three. A bias that the config does not
  * have is left out, so is a tied head. */
 typedef struct { Row row; Where where; const char* name; Dim rows, cols; Init init; } TensorRow;
@@ -195,7 +195,7 @@ static bool name_fits(const char* item, const char* name)
     return strstr(dotted_name, dotted_item) != nullptr || fnmatch(item, name, 0) == 0;
 }
 
-/* --fp32-tensors: marks what fits one of the names of `list`, which have commas between. What lies as one matrix, and
+/* --fp32-tensors: marks what fits one of the names of `list`, comma-separated. What is stored as one matrix, and
  * weight and bias of a norm, are kept in the same way. */
 static void tensors_keep_fp32(Tensor* tensors, int num_tensors, const char* list)
 {
@@ -263,15 +263,15 @@ static bool model_rounds_fp32(const Shard* s, const Config* c)
 }
 
 // ----------------------------------------------------------------------------------------------------------- Model
-/* How much of what a forward leaves is kept for the backward; the rest is made again by the same kernels from the same
+/* How much of what a forward leaves is kept for the backward; the rest is recomputed by the same kernels from the same
  * numbers, so that the gradients have the same bits. The topmost blocks, whose buffers still hold the forward, are not
- * made again. Chen et al. 2016, arXiv:1604.06174. */
+ * recomputed. Activation checkpointing: Chen et al. 2016, arXiv:1604.06174. */
 enum class Recompute {
     NONE,
-    CHEAP,        // the outputs of the norms, and of SwiGLU, are made again: no matrix product (GELU is part of one)
-    MLP,          // and the first product of the MLP
+    CHEAP,        // the outputs of the norms, and of SwiGLU, are recomputed: no GEMM (GELU is part of one)
+    MLP,          // and the first GEMM of the MLP
     ATTENTION,    // and q, k, v and the attention: kept are the two places of the residual stream
-    BLOCKS,       // all but the input of every segment_layers-th block; that many blocks are made again at a time
+    BLOCKS,       // all but the input of every segment_layers-th block; that many blocks are recomputed at a time
 };
 
 /* Where block `layer` keeps its activations. Statistics of the norms are kept by layer, first_row into (L,N). */
@@ -288,7 +288,7 @@ typedef struct Model {
     bool chunks_vocab;         // stages 2-3: wte and head, or at stage 2 their gradients, are there piece by piece
     Recompute recompute;
     int segment_layers;       // BLOCKS
-    bool offloads;            // BLOCKS: the inputs of the segments lie in host memory, two of them on the device
+    bool offloads;            // BLOCKS: the inputs of the segments are in host memory, two of them on the device
     Offload inputs;
     int* visits;              // (num_visits) units in the order of their use in a micro-step
     int num_visits;
@@ -303,7 +303,7 @@ typedef struct Model {
     floatX *residual;         // (L,N,C)   block input, after the sum
     floatX *norm_1;           // (L,N,C)
     float  *norm_1_mean, *norm_1_rstd;   // (L,N)
-    floatX *qkv;              // (L,N,QKV) q heads, k heads, v heads; q and k turned where there is rotary embedding
+    floatX *qkv;              // (L,N,QKV) q heads, k heads, v heads; q and k rotated where there is rotary embedding
     floatX *att;              // (L,N,Q)   heads side by side
     float  *att_lse;          // (L,B,NH,T)
     floatX *residual_2;       // (L,N,C)   after attention
@@ -316,7 +316,7 @@ typedef struct Model {
     floatX *residual_f;       // (N,C)
     floatX *norm_f;           // (N,C)
     float  *norm_f_mean, *norm_f_rstd;   // (N)
-    floatX *logits;           // (head_rows,VP), turned into dlogits in place
+    floatX *logits;           // (head_rows,VP), overwritten by dlogits
     float  *losses;           // (N)
     float  *maxima;           // (N)       chunks_vocab: of the logits so far
     double *exp_sums;         // (N)       and the sum of their exponentials
@@ -337,7 +337,7 @@ static bool is_llama(const Model* m) { return m->config.family == Family::LLAMA;
 static Layout linear_layout(const Model* m) { return is_llama(m) ? Layout::OUT_IN : Layout::IN_OUT; }
 static int fc_width(const Config* c) { return c->family == Family::LLAMA ? 2 * c->F : c->F; }
 
-/* How many layers keep what is made again from `level` on. */
+/* How many layers keep what is recomputed from `level` on. */
 static size_t kept_layers(const Model* m, Recompute level)
 {
     if (m->recompute == Recompute::BLOCKS) return m->segment_layers;
@@ -347,11 +347,11 @@ static size_t kept_layers(const Model* m, Recompute level)
 static size_t num_segments(const Model* m) { return ceil_div(m->config.L, m->segment_layers); }
 static bool starts_segment(const Model* m, int layer) { return layer % m->segment_layers == 0; }
 
-/* Inputs of segments that lie on the device. */
+/* Inputs of segments that are on the device. */
 static size_t num_segment_inputs(const Model* m) { return m->offloads ? (size_t)OFFLOAD_BUFFERS : num_segments(m); }
 
-/* Room for N rows of a layer, whole cache lines: each layer's lie as the first's do, so that products and vector loads
- * take the same way in each, wherever recomputation has it lie. */
+/* Room for N rows of a layer, whole cache lines: each layer's start as the first's do, so that GEMMs and vector loads
+ * take the same code path in each, wherever recomputation stores it. */
 static size_t layer_elems(size_t N, size_t cols) { return round_up(N * cols, 64); }
 
 static Block model_block(const Model* m, int layer)
@@ -442,7 +442,7 @@ static void model_start(Model* m)
 }
 
 /* Floating-point operations of one token, forward and backward: 6 per matrix weight, and causal attention's
- * 6*L*Q*T (two products forward, four backward, half of T x T). */
+ * 6*L*Q*T (two GEMMs forward, four backward, half of T x T). */
 static double model_flops_per_token(const Config* c, int T)
 {
     double Q = (double)config_dim(c, Dim::Q), QKV = (double)config_dim(c, Dim::QKV);
@@ -450,11 +450,11 @@ static double model_flops_per_token(const Config* c, int T)
     return 6.0 * (c->L * block + (double)c->V * c->C) + 6.0 * c->L * Q * T;
 }
 
-/* Where tensor t lies in its unit. */
+/* Where tensor t is in its unit. */
 static size_t tensor_offset(const Model* m, const Tensor* t) { return t->first - m->shard.units[t->unit].range.first; }
 
 /* Tensor `row` of a unit for which zero_params_begin has been called; null if the model has none. Of what is kept in
- * fp32, the rounded copy that products read. */
+ * fp32, the rounded copy that GEMMs read. */
 static floatX* model_param(const Model* m, int unit, int row)
 {
     const Tensor* t = unit_tensor(&m->shard, unit, row);
@@ -559,7 +559,7 @@ static void mlp_part(const Model* m, int unit, const Block* a, int N)
 }
 
 /* Block `layer` on B*T rows. The residual stream arrives in the residual of this block if it is there (the first block,
- * or one that is made again), else as residual_2 of the block below plus the branch. Leaves residual_2 and a new
+ * or one that is recomputed), else as residual_2 of the block below plus the branch. Leaves residual_2 and a new
  * branch. */
 static void block_forward(Model* m, int layer, int B, int T, bool input_is_there)
 {
@@ -579,7 +579,7 @@ static void block_forward(Model* m, int layer, int B, int T, bool input_is_there
     drop(m, m->branch, m->branch, DROPOUT_FCPROJ, layer, B, T);
 }
 
-/* Makes again what the backward of block `layer` needs and was not kept, segments aside. */
+/* Recomputes what the backward of block `layer` needs and was not kept, segments aside. */
 static void block_restore(Model* m, int layer, int B, int T)
 {
     const Config* c = &m->config;

@@ -31,7 +31,7 @@ static void config_finish(Config* c, const char* from)
     if (c->HS == 0) c->HS = c->C / c->NH;
     ENSURE(c->NH % c->NKV == 0, "%s: %d query heads cannot be shared out among %d key/value heads", from, c->NH,
            c->NKV);
-    ENSURE(c->family == Family::GPT2 || c->HS % 2 == 0, "%s: head size %d is odd: rotary embedding turns pairs", from,
+    ENSURE(c->family == Family::GPT2 || c->HS % 2 == 0, "%s: head size %d is odd: rotary embedding rotates pairs", from,
            c->HS);
     c->VP = (int)round_up(c->V, 64);
     if (c->F == 0) c->F = 4 * c->C;

@@ -268,7 +268,7 @@ static void traffic_optimizers(TrafficRun* run)
     TRAFFIC(run, "lamb, norms", 12 * 4 * TRAFFIC_NC, lamb_norms(sums, scratch, p, m, v, &runs, 1e-8f, nullptr));
 }
 
-/* What Muon does beside its products, with u wider and higher than it is long. */
+/* What Muon does beside its GEMMs, with u wider and higher than it is long. */
 static void traffic_muon(TrafficRun* run)
 {
     const int side = 96, length = 384;

@@ -174,7 +174,7 @@ static void stage_post(Work* w, size_t stage)
     comm->num_stage_requests[slot] = 0;
     if (what == Stage::NOTHING) return;
     Piece mine = piece_of(w, chunk, comm->rank);
-    /* Where my piece lies among the arguments: an all-gather sends from the start of a buffer of its own. */
+    /* Where my piece is among the arguments: an all-gather sends from the start of a buffer of its own. */
     size_t own_begin = kind_of(w) == Collective::ALL_GATHER ? chunk * piece_elems(w) : mine.begin;
     const char* own = kind_of(w) == Collective::ALL_REDUCE ? w->recv : w->send;
     own += bytes_of(w, own_begin);

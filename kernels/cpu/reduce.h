@@ -18,7 +18,7 @@ static inline size_t nccl_type_bytes(ncclDataType_t type)
     die("NCCL data type %d is not supported", (int)type);
 }
 
-/* T is what lies in memory, A what is added. */
+/* T is the type in memory, A what is added. */
 template <class T, class A> static inline void reduce_load(A* a, const T* x, size_t n)
 {
     for (size_t i = 0; i < n; i++) a[i] = (A)x[i];

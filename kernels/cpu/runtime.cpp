@@ -1,6 +1,6 @@
 /* runtime.cpp: the CUDA runtime calls of cuda_runtime.h where there is no CUDA.
  *   CPU build       device memory is host memory, straight from mmap with huge pages; every operation runs at once
- *   emulated build  device memory is an arena of its own, filled with NaN, with gaps that are looked after; streams are
+ *   emulated build  device memory is an arena of its own, filled with NaN, with gaps that are checked; streams are
  *                   queues that a seeded scheduler drains in any legal order (runtime_emu.h)
  * Both keep a budget (TRAIN_GPT_DEVICE_MB or device_set_budget), so that "out of memory" is real, and count how often
  * the host waits. One host thread makes CUDA calls; others may run as long as they make none. */

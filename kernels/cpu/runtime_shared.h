@@ -1,5 +1,5 @@
-/* runtime_shared.h: what runtime.cpp and its two devices, runtime_cpu.h and kernels/emu/runtime_emu.h, share: the budget
- * of device memory, what is counted, and the last error. */
+/* runtime_shared.h: what runtime.cpp shares with its two devices, runtime_cpu.h and kernels/emu/runtime_emu.h: the
+ * budget of device memory, what is counted, and the last error. */
 #pragma once
 #include <cstdio>
 #include <cstdlib>

@@ -99,7 +99,7 @@ SIMD vf vf_select(vi mask, vf a, vf b) { return mask ? a : b; }
 SIMD vf vf_max(vf a, vf b) { return a < b ? b : a; }        // a NaN in a stays, one in b is dropped
 SIMD vf vf_min(vf a, vf b) { return a > b ? b : a; }
 
-/* The lanes are folded in halves. */
+/* The lanes are combined in halves. */
 #if VF == 16
 #define VF_FOLD(v, op) vf8 half = op(VF16_LOW(v), VF16_HIGH(v)); vf4 quad = op(VF8_LOW(half), VF8_HIGH(half))
 #elif VF == 8
@@ -147,7 +147,7 @@ SIMD vf vf_exp(vf x)
     const vf too_small = vf_set(-87.33f), too_large = vf_set(88.37f), round_to_int = vf_set(12582912.0f);
     vf y = vf_max(vf_min(x, too_large), too_small);
     vf shifted = y * 1.44269504f + round_to_int, n = shifted - round_to_int;
-    vf r = y - n * 0.693359375f + n * 2.12194440e-4f;       // ln 2 in two parts, the first exact in the product
+    vf r = y - n * 0.693359375f + n * 2.12194440e-4f;       // ln 2 in two parts, the first exact in the multiplication
     vf p = 1.9875691500e-4f * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;

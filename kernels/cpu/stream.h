@@ -15,7 +15,7 @@ struct StreamOpKind {
 };
 void stream_enqueue(cudaStream_t stream, const char* name, const StreamOpKind* kind, void* arg);
 void stream_drain_all(void);          // not counted as a host synchronisation
-void wait_politely(unsigned* num_tries);   // between two looks at what other ranks do: spin, yield, then sleep
+void wait_politely(unsigned* num_tries);   // between two checks of what other ranks do: spin, yield, then sleep
 double wall_seconds(void);
 
 static inline size_t size_min(size_t a, size_t b) { return a < b ? a : b; }

@@ -677,7 +677,7 @@ static void thread_exit(void)
 }
 
 /* A fiber starts threads one after another, and calls the kernel as a plain function. A thread that waits keeps the
- * fiber, and another fiber goes on with the next. */
+ * fiber, and another fiber continues with the next. */
 static void fiber_main(void)
 {
     for (;;) {

@@ -1,5 +1,5 @@
-/* emu_host.h: what the host side of the emulator shares: the scheduler of streams and ranks, options, the pattern around
- * allocations, and what is known of an address. Not for the program. */
+/* emu_host.h: what the host side of the emulator shares: the scheduler of streams and ranks, options, the pattern
+ * around allocations, and what is known of an address. Not for the program. */
 #pragma once
 #include "kernels/cpu/stream.h"
 
@@ -18,7 +18,7 @@ uint64_t emu_random(void);            // seeded, the same on every run
 uint64_t emu_random_below(uint64_t n);
 [[noreturn]] FORMAT(1, 2) void emu_die(const char* fmt, ...);
 
-/* Unwritten memory reads as NaN in every type, and as -1; the gaps around it as another NaN, which is looked for. */
+/* Unwritten memory reads as NaN in every type, and as -1; the gaps around it as another NaN, which is checked for. */
 static const unsigned char EMU_FILL_BYTE = 0xFF;
 void emu_gap_fill(char* p, size_t size_bytes);
 const char* emu_gap_damage(const char* p, size_t size_bytes);   // null: intact; else the first changed byte

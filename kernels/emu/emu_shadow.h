@@ -1,5 +1,5 @@
-/* emu_shadow.h: what the checker, emu_check.cpp, knows of memory and time: a cell for every two bytes, the places in the
- * program that accesses come from, and the clock with the segments that it has passed through. */
+/* emu_shadow.h: what the checker, emu_check.cpp, knows of memory and time: a cell for every two bytes, the places in
+ * the program that accesses come from, and the clock with the segments that it has passed through. */
 #pragma once
 #include <cstdio>
 #include <sys/mman.h>
