@@ -415,7 +415,7 @@ template <class T> static double op_start(OpRun* run, const OpTensor<T>& tensor,
     return load_f(((const T*)(run->buffers[tensor.buffer_idx].h_start + OP_GUARD_BYTES))[i]);
 }
 
-/* Central differences: at a few elements of `input`, the derivative of `objective` against what the double reference put
+/* Central differences: at a few elements of `input`, the derivative of `objective` against what the double reference
  * in (output) or added to (inout) `grad`. The objective is an expression that reads input.f64, such as
  * (square_forward_ref(host_out, inp.f64, N), op_dot(host_out, dout.f64, N)), with host_out = op_host(run, N). */
 #define OP_CHECK_GRAD(run, grad, input, objective) do { \
