@@ -416,7 +416,7 @@ template <class T> static double op_start(OpRun* run, const OpTensor<T>& tensor,
 }
 
 /* Central differences: at a few elements of `input`, the derivative of `objective` against what the double reference
- * in (output) or added to (inout) `grad`. The objective is an expression that reads input.f64, such as
+ * put in (output) or added to (inout) `grad`. The objective is an expression that reads input.f64, such as
  * (square_forward_ref(host_out, inp.f64, N), op_dot(host_out, dout.f64, N)), with host_out = op_host(run, N). */
 #define OP_CHECK_GRAD(run, grad, input, objective) do { \
     double worst_ = 0, scale_ = 0; \
