@@ -1,4 +1,4 @@
-/* optimizer_tests.h: op tests of the optimizers: each row of OPTIMIZERS against its rule_ref. Part of optimizer.cuh. */
+/* optimizer_tests.h: part of optimizer.cuh: op tests, each row of OPTIMIZERS against its rule_ref. */
 #pragma once
 #include "optest.h"
 

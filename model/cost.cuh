@@ -1,10 +1,10 @@
-/* cost.cuh: what one training step of a planned run does, on paper: each operation by the name of its launcher, how
- * often, its floating-point operations, and the bytes that it must at least move. It goes the way of passes.cuh and
+/* cost.cuh: what one training step of a planned run does, estimated: each operation by the name of its launcher, how
+ * often, its floating-point operations, and the bytes that it must at least move. It follows passes.cuh and
  * zero/update.h without doing anything; test_cost.py holds it to what a run does.
  *   step_cost   the table of a rank's step     costs_sum   of some rows of it
  *
- * flops  of products and attention alone: 2 for each multiply-add that the launcher is asked for. The padding of the
- *        vocabulary counts, and so does what is made again.
+ * flops  of GEMMs and attention alone: 2 for each multiply-add that the launcher is asked for. The padding of the
+ *        vocabulary counts, and so does recomputation.
  * bytes  what each operand and result takes, once: the cost line of the operation's header. Left out are what all rows
  *        share (weights of norms, biases, the table of rotary embedding) and what is small beside a row (statistics).
  * Collectives are not here: zero_wire_bytes has their bytes. */
@@ -18,14 +18,14 @@ static const char* const part_names[] = {"forward", "backward", "recompute", "op
 typedef struct Cost {
     Part part;
     const char* op;           // the launcher
-    const char* product;      // of a product which one: qkv, attproj, fc, fcproj, head, muon; of others ""
-    int rows, inner, cols;    // of a product: (rows,inner) by (inner,cols), the largest
+    const char* product;      // of a GEMM which one: qkv, attproj, fc, fcproj, head, muon; of others ""
+    int rows, inner, cols;    // of a GEMM: (rows,inner) by (inner,cols), the largest
     double calls, flops, bytes;
 } Cost;
 
 typedef struct Costs { Cost costs[96]; int num_costs; } Costs;
 
-/* Where the walk is: what is added counts `times`. */
+/* Where in the step we are: what is added counts `times`. */
 typedef struct CostWalk {
     Costs* out;
     const Model* m;
@@ -125,18 +125,24 @@ static void cost_swiglu_forward(CostWalk* w)
     cost_add(w, "swiglu_forward", 0, ELEM * 3 * (double)w->N * w->m->config.F);
 }
 
-/* The exact GELU is a pass of its own; the other form is part of the product, which writes its argument too. */
+/* An activation that cuBLASLt fuses into the GEMM reads or writes its argument there; another is a pass of its own. */
+static double cost_fused_elems(const CostWalk* w)
+{
+    const Config* c = &w->m->config;
+    return activation_epilogue(c->activation) == Epilogue::NONE ? 0 : (double)w->N * c->F;
+}
+
 static void cost_mlp_part(CostWalk* w)
 {
     const Config* c = &w->m->config;
-    double N = (double)w->N, C = c->C, F = c->F, fused = c->gelu == Gelu::TANH ? N * F : 0;
+    double N = (double)w->N, C = c->C, F = c->F, fused = cost_fused_elems(w);
     if (is_llama(w->m)) {
         cost_linear_forward(w, "fc", N, C, 2 * F);
         cost_swiglu_forward(w);
         return;
     }
-    cost_product(w, "matmul_forward_gelu", "fc", N, C, F, ELEM * (N * C + C * F + N * F + fused));
-    if (fused == 0) cost_add(w, "gelu_forward", 0, ELEM * 2 * N * F);
+    cost_product(w, "matmul_forward_act", "fc", N, C, F, ELEM * (N * C + C * F + N * F + fused));
+    if (fused == 0) cost_add(w, "activation_forward", 0, ELEM * 2 * N * F);
 }
 
 static void cost_block_forward(CostWalk* w, bool input_is_there)
@@ -166,15 +172,15 @@ static void cost_block_backward(CostWalk* w)
 {
     const Config* c = &w->m->config;
     double N = (double)w->N, C = c->C, F = c->F, Q = (double)config_dim(c, Dim::Q);
-    double QKV = (double)config_dim(c, Dim::QKV), fused = c->gelu == Gelu::TANH ? N * F : 0;
+    double QKV = (double)config_dim(c, Dim::QKV), fused = cost_fused_elems(w);
     cost_drop(w);
     cost_backward_weight(w, "fcproj", N, F, C);
     if (is_llama(w->m)) {
         cost_backward_input(w, "fcproj", N, F, C, false);
         cost_add(w, "swiglu_backward", 0, ELEM * 5 * N * F);
     } else {
-        cost_product(w, "matmul_backward_input_gelu", "fcproj", N, C, F, ELEM * (N * C + C * F + N * F + fused));
-        if (fused == 0) cost_add(w, "gelu_backward", 0, ELEM * 3 * N * F);
+        cost_product(w, "matmul_backward_input_act", "fcproj", N, C, F, ELEM * (N * C + C * F + N * F + fused));
+        if (fused == 0) cost_add(w, "activation_backward", 0, ELEM * 3 * N * F);
     }
     cost_linear_backward(w, "fc", N, C, fc_width(c));
     cost_norm_backward(w);
@@ -202,8 +208,8 @@ static void cost_head(CostWalk* w)
     }
 }
 
-/* The same for head_walk: up through the pieces, and down with the logits made again. */
-static void cost_head_walk(CostWalk* w)
+/* The same for head_loss_chunked: up through the pieces, and down with the logits recomputed. */
+static void cost_head_chunked(CostWalk* w)
 {
     const Config* c = &w->m->config;
     for (int index = 0; index < c->num_pieces; index++) {
@@ -244,15 +250,15 @@ static void cost_micro(CostWalk* w)
     const Config* c = &m->config;
     double N = (double)w->N, C = c->C, pieces = c->num_pieces;
     double segments = 0, restored = m->recompute == Recompute::BLOCKS ? 0 : c->L - 1;
-    for (int layer = 0; layer < c->L; layer++) segments += makes_segment_again(m, layer);
+    for (int layer = 0; layer < c->L; layer++) segments += recomputes_segment(m, layer);
     w->part = Part::FORWARD;
-    for (int piece = 0; piece < (m->walks_vocab ? c->num_pieces : 1); piece++)
+    for (int piece = 0; piece < (m->chunks_vocab ? c->num_pieces : 1); piece++)
         cost_add(w, "embedding_rows", 0, piece == 0 ? ELEM * 2 * N * C : 0);
     cost_drop(w);
     cost_times(w, Part::FORWARD, 1, cost_first_block);
     cost_times(w, Part::FORWARD, c->L - 1, cost_next_block);
     cost_norm_forward(w, true);
-    if (m->walks_vocab) cost_head_walk(w);
+    if (m->chunks_vocab) cost_head_chunked(w);
     else cost_head(w);
     w->part = Part::FORWARD;
     cost_add(w, "loss_accumulate", 0, 8 * N);

@@ -405,7 +405,7 @@ static void plan_run(Run* run, bool training)
     m->seed = (unsigned long long)f->seed;
     m->offloads = (s->offloaded & OFFLOAD_ACTIVATIONS) != 0 && training;
     bool slices_grads = s->stage == 2 && training && strcmp(f->reduce, "step") != 0;
-    m->walks_vocab = (s->stage == 3 || slices_grads) && m->config.num_pieces > 1;
+    m->chunks_vocab = (s->stage == 3 || slices_grads) && m->config.num_pieces > 1;
     model_visits(m);
     bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
     model_resident(m, resident);

@@ -76,8 +76,8 @@ static void traffic_embedding(TrafficRun* run)
         if (!backward) {
             floatX *wte = traffic_tensor<floatX>(run, (size_t)V * C);
             floatX *wpe = traffic_tensor<floatX>(run, (size_t)T * C, Reuse::SMALL);
-            TRAFFIC(run, "embedding_forward", 2 * TRAFFIC_NC * TRAFFIC_S,
-                    embedding_forward(out, tokens, wte, wpe, B, T, C, nullptr));
+            TRAFFIC(run, "embedding_rows", 2 * TRAFFIC_NC * TRAFFIC_S,
+                    embedding_rows(out, tokens, nullptr, wte, wpe, ALL_TOKENS, B * T, T, C, nullptr));
         } else {
             float *dwte = traffic_tensor<float>(run, (size_t)V * C), *dwpe = traffic_tensor<float>(run, (size_t)T * C);
             const size_t rows = TRAFFIC_NC + (size_t)T * C;
@@ -147,12 +147,13 @@ static void traffic_llama(TrafficRun* run)
 static void traffic_elementwise(TrafficRun* run)
 {
     floatX *out = traffic_tensor<floatX>(run, TRAFFIC_NC), *inp = traffic_tensor<floatX>(run, TRAFFIC_NC);
-    TRAFFIC(run, "gelu_forward", 2 * TRAFFIC_NC * TRAFFIC_S, gelu_forward(out, inp, TRAFFIC_NC, Gelu::TANH, nullptr));
+    TRAFFIC(run, "activation_forward", 2 * TRAFFIC_NC * TRAFFIC_S,
+            activation_forward(out, inp, TRAFFIC_NC, Activation::GELU_TANH, nullptr));
     out = traffic_tensor<floatX>(run, TRAFFIC_NC);
     inp = traffic_tensor<floatX>(run, TRAFFIC_NC);
     floatX* dout = traffic_tensor<floatX>(run, TRAFFIC_NC);
-    TRAFFIC(run, "gelu_backward", 3 * TRAFFIC_NC * TRAFFIC_S,
-            gelu_backward(out, dout, inp, TRAFFIC_NC, Gelu::TANH, nullptr));
+    TRAFFIC(run, "activation_backward", 3 * TRAFFIC_NC * TRAFFIC_S,
+            activation_backward(out, dout, inp, TRAFFIC_NC, Activation::GELU_TANH, nullptr));
     out = traffic_tensor<floatX>(run, TRAFFIC_NC);
     inp = traffic_tensor<floatX>(run, TRAFFIC_NC);
     TRAFFIC(run, "dropout", 2 * TRAFFIC_NC * TRAFFIC_S,
@@ -271,7 +272,7 @@ static void traffic_optimizers(TrafficRun* run)
     TRAFFIC(run, "lamb, norms", 12 * 4 * TRAFFIC_NC, lamb_norms(sums, scratch, p, m, v, &runs, 1e-8f, nullptr));
 }
 
-/* What Muon does beside its products, with u wider and higher than it is long. */
+/* What Muon does beside its GEMMs, with u wider and higher than it is long. */
 static void traffic_muon(TrafficRun* run)
 {
     const int side = 96, length = 384;

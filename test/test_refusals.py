@@ -308,7 +308,7 @@ ROWS = [
     refuse("{d}/model/model.safetensors: tensor transformer.wte.weight has shape 31x8, config.json asks for 32x8",
            config(vocab_size=V + 1)),
     refuse('{d}/model/config.json: "layer_norm_epsilon" is 2, must be 0 to 1', config(layer_norm_epsilon=2)),
-    refuse('{d}/model/config.json: activation_function is "swish", have gelu_new, gelu_pytorch_tanh and gelu',
+    refuse('{d}/model/config.json: activation_function is "swish", have gelu_new, gelu_pytorch_tanh, gelu, silu',
            config(activation_function="swish")),
     refuse("{d}/model/config.json: scale_attn_by_inverse_layer_idx true is not there yet",
            config(scale_attn_by_inverse_layer_idx=True)),
@@ -320,7 +320,7 @@ ROWS = [
     refuse('{d}/model/config.json: rope_scaling is of type "yarn", have default, linear and llama3',
            llama(rope_scaling={"rope_type": "yarn", "factor": 2.0})),
     refuse('{d}/model/config.json: has no key "factor"', llama(rope_scaling={"rope_type": "linear"})),
-    refuse("{d}/model/config.json: head size 3 is odd: rotary embedding turns pairs", llama(head_dim=3)),
+    refuse("{d}/model/config.json: head size 3 is odd: rotary embedding rotates pairs", llama(head_dim=3)),
     refuse("-t 16 is longer than the model's context of 8 positions: lower it", None, "-t", 16),
     refuse("-m {d}/nowhere is neither a preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 llama-60m llama-1b "
            "llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b) nor a folder with config.json", None, "-m", "{d}/nowhere"),
@@ -335,7 +335,7 @@ ROWS = [
            "convert the file", tensors(lambda t: {**t, NAME: t[NAME].astype(np.int64)})),
     refuse("{d}/model: holds tensor transformer.h.2.ln_1.weight, which the model of config.json does not have",
            tensors(lambda t: {**t, "transformer.h.2.ln_1.weight": np.ones(C, np.float32)})),
-    refuse('{d}/model/model.safetensors: tensor "transformer.ln_f.bias": lies at bytes 8256 to 8288 of the data, '
+    refuse('{d}/model/model.safetensors: tensor "transformer.ln_f.bias": is at bytes 8256 to 8288 of the data, '
            "the file has 8284; it was cut short: copy it again", cut(WEIGHTS, -4)),
     refuse("{d}/model/model.safetensors: its tensors end at byte 8288 of the data, the file has 8292; bytes were "
            "added to it", add(WEIGHTS, b"1234")),
