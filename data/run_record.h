@@ -20,17 +20,26 @@ static bool flag_is_recorded(const Flags* f, int idx, bool model_is_here)
     return flag_is_on(f, idx) || (is & ALWAYS) != 0;
 }
 
-/* As one argument. An existing path in full, since --repeat may start from elsewhere. A preset is no path, whatever
- * folders there are. */
+/* A path in full, since --repeat may start from elsewhere; a pattern (--data 'shards/train_*.bin') too. */
+static const char* path_in_full(const char* path, char (&full)[2 * PATH_MAX])
+{
+    char folder[PATH_MAX];
+    if (realpath(path, full) != nullptr) return full;
+    if (path[0] == '/' || getcwd(folder, sizeof folder) == nullptr) return path;
+    snprintf(full, sizeof full, "%s/%s", folder, path);
+    return full;
+}
+
+/* As one argument. A preset is no path, whatever folders there are. */
 static void record_argument(JsonText* t, const Flags* f, int idx, const char* model_name, bool is_preset)
 {
     const FlagRow* row = &flag_rows[idx];
-    char name[64], buf[64], full[PATH_MAX];
+    char name[64], buf[64], full[2 * PATH_MAX];
     json_text_add(t, "%s", flag_long_name(row, name));
     if (row->kind == SWITCH) return;
     const char* value = idx == FLAG_model ? model_name : flag_value(f, row, buf);
     bool is_path = (row->is & PATH) != 0 && (idx != FLAG_model || !is_preset);
-    if (is_path && realpath(value, full) != nullptr) value = full;
+    if (is_path && value[0] != 0) value = path_in_full(value, full);
     json_text_add(t, "=%s", value);
 }
 

@@ -347,6 +347,14 @@ def test_record_of_a_preset(tmp_path):
     assert "--model=d2" in arguments and "--recompute=block" in arguments
 
 
+def test_record_of_a_pattern(tmp_path):
+    """Token shards named by a pattern are found from elsewhere too."""
+    args = flags(tmp_path, 0)
+    args[args.index("-d") + 1] = "data/*.bin"
+    run = train_gpt(*args, out=tmp_path / "run", cwd=tmp_path)
+    assert f"--data={tmp_path}/data/*.bin" in json.loads((run.folder / "run.json").read_text())["arguments"]
+
+
 def test_tokenizer_stays(tmp_path):
     """Without -m it is that of the checkpoint, which may be set aside as damaged, or removed when it is not the newest
     any more."""
