@@ -78,7 +78,7 @@ static void train(Run* run)
     if (!f->verbose) return;
     if (run->comm.num_ranks > 1 && run->step > 0)
         SAY("sent    %zu bytes by rank 0, asked for %zu; %zu in steps, %zu a step as planned%s\n",
-            comm_sent_so_far(&run->comm), run->comm.asked_bytes, run->step_asked_bytes, wire_bytes_per_step(run),
+            comm_sent_so_far(&run->comm), run->comm.asked_bytes, run->step_asked_bytes, sent_bytes_per_step(run),
             run->batch_ramp.steps > 0 ? " at the end of the ramp" : "");
 #ifndef DEVICE_CUDA
     SAY("waits   of the host: %zu inside steps, %zu for a step's result, %zu others\n", run->step_waits,

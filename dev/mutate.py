@@ -70,7 +70,7 @@ PAGEABLE = "after a copy to pageable memory, which is complete when the call ret
 TOGETHER = "ranks begin to be timed together, with nothing under way: without it only times are others"
 # "file: what is mutated", or with the kind "file: what is mutated: kind" -> why nothing can show it.
 SPARED = {
-    "zero/memory.h: CUDA_CHECK(cudaEventRecord(z->grad_ring_free[k], z->reduce));: event record: wrong stream":
+    "zero/memory.h: CUDA_CHECK(cudaEventRecord(z->grad_buffer_free[k], z->reduce));: event record: wrong stream":
         "at start-up: no stream has been given anything yet, so on any of them the event is complete at once",
     "zero/offload.h: CUDA_CHECK(cudaEventRecord(o->stored[k], o->d2h));: event record: wrong stream": "the same",
     "zero/offload.h: CUDA_CHECK(cudaEventRecord(o->loaded[k], o->h2d));: event record: wrong stream": "the same",

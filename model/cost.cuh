@@ -7,7 +7,7 @@
  *        vocabulary counts, and so does recomputation.
  * bytes  what each operand and result takes, once: the cost line of the operation's header. Left out are what all rows
  *        share (weights of norms, biases, the table of rotary embedding) and what is small beside a row (statistics).
- * Collectives are not here: zero_wire_bytes has their bytes. */
+ * Collectives are not here: zero_sent_bytes has their bytes. */
 #pragma once
 #include "passes.cuh"
 #include "zero/account.h"
@@ -284,13 +284,13 @@ static void cost_gradients(CostWalk* w)
     for (int u = 0; u < z->shard->num_units; u++) {
         Storage storage = unit_storage(z, u);
         double count = (double)z->shard->units[u].range.count, kept = (double)dtype_bytes(storage.grads);
-        bool in_ring = unit_in_ring(&z->grad_buckets, u), folds = unit_folds(z, u);
-        w->times = in_ring || folds ? G : 1;
+        bool buffered = unit_is_buffered(&z->grad_buckets, u), accumulates = unit_accumulates(z, u);
+        w->times = buffered || accumulates ? G : 1;
         cost_add(w, "cudaMemsetAsync", 0, 4 * count);
         w->times = G;
-        if (folds) cost_add(w, "values_sum", 0, count * (4 + kept + kept * (G - 1) / G));
-        w->times = in_ring ? G : 1;
-        Dtype whole = folds ? storage.grads : Dtype::FP32;
+        if (accumulates) cost_add(w, "values_sum", 0, count * (4 + kept + kept * (G - 1) / G));
+        w->times = buffered ? G : 1;
+        Dtype whole = accumulates ? storage.grads : Dtype::FP32;
         if (z->comm->num_ranks > 1 && whole != storage.sent)
             cost_add(w, "values_convert", 0, count * (double)(dtype_bytes(whole) + dtype_bytes(storage.sent)));
     }
@@ -321,7 +321,7 @@ static HostBytes host_bytes(const Zero* z)
         if (has_master) all.states += count * (double)dtype_bytes(storage.master);
         for (int k = 0; k < MAX_STATES; k++) all.states += moment * (double)zero_state_elems(z, k, u);
         all.gradients += count * (double)dtype_bytes(storage.grads);
-        if (unit_in_ring(&z->param_buckets, u)) all.parameters += count * ELEM;
+        if (unit_is_buffered(&z->param_buckets, u)) all.parameters += count * ELEM;
     }
     if (zero_place(z, OFFLOAD_OPTIMIZER) != Place::HOST) all.states = 0;
     if (zero_place(z, OFFLOAD_GRADIENTS) != Place::HOST) all.gradients = 0;
@@ -367,7 +367,7 @@ template <class R> static void cost_passes(CostWalk* w, int u)
     const Zero* z = w->m->zero;
     constexpr bool matrices = R::PHASE == TensorPhase::MATRICES;
     const UpdateBytes b = update_bytes(z, u);
-    const bool narrow = zero_slices_grads(z) || unit_folds(z, u);
+    const bool narrow = zero_slices_grads(z) || unit_accumulates(z, u);
     const double grad = (double)dtype_bytes(narrow ? unit_storage(z, u).grads : Dtype::FP32);
     const double slice = (double)shard_slice(z->shard, u, z->comm->rank).count;
     const double all = (double)zero_owned(z, u).count, hidden = (double)zero_gap(z, u, SIZE_MAX);

@@ -1,6 +1,6 @@
 /* passes.cuh: forward and backward of the whole model: the units one after another, their parameters when they are
  * needed, their gradients when they are complete. The blocks themselves are in model.cuh.
- *   model_visits       the order in which a micro-step uses the units' parameters; model_resident: which stay whole
+ *   model_visits       the order in which a micro-step uses the units' parameters; model_persistent: which stay whole
  *   model_forward      tokens -> the input of the head     head_forward, head_loss   the head, in chunks of rows
  *   model_train_micro  tokens, targets -> gradients, sums  model_eval_micro          tokens, targets -> sums
  *
@@ -41,11 +41,11 @@ static void model_visits(Model* m)
 
 /* Units whose gradients stay whole, and at stage 3 their parameters: what is kept in fp32, embeddings and head, unless
  * the vocabulary is chunked. */
-static void model_resident(const Model* m, bool* resident)
+static void model_persistent(const Model* m, bool* persistent)
 {
     const Config* c = &m->config;
     for (int u = 0; u < num_units(c); u++)
-        resident[u] = u < unit_embed(c) || u == unit_head(c) ||
+        persistent[u] = u < unit_embed(c) || u == unit_head(c) ||
                       (!m->chunks_vocab && (u < unit_block(c, 0) || u > unit_head(c)));
 }
 

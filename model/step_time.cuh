@@ -102,11 +102,11 @@ static void wire_time(StepTime* t, const Device* d, const Model* m, double rate)
 {
     const Zero* z = m->zero;
     HostBytes host = host_bytes(z);
-    WireBytes bytes = zero_wire_bytes(z);
+    SentBytes bytes = zero_sent_bytes(z);
     double G = z->num_micro_steps, grad_calls = 0, param_calls = 0;
-    for (int b = 0; b < z->grad_buckets.num_buckets; b++) grad_calls += bucket_in_ring(&z->grad_buckets, b) ? G : 1;
+    for (int b = 0; b < z->grad_buckets.num_buckets; b++) grad_calls += bucket_is_buffered(&z->grad_buckets, b) ? G : 1;
     for (int b = 0; b < z->param_buckets.num_buckets; b++)
-        param_calls += bucket_in_ring(&z->param_buckets, b) ? 2 * G : 1;
+        param_calls += bucket_is_buffered(&z->param_buckets, b) ? 2 * G : 1;
     double gradients_s = wire_seconds(rate, (double)bytes.gradients, grad_calls) + G * host.gradients / host_rate(d);
     double parameters_s = wire_seconds(rate, (double)bytes.parameters, param_calls) +
                           2 * G * host.parameters / host_rate(d);

@@ -427,7 +427,7 @@ static void bench_print(const Run* run, const Bench* b, const BenchFigures* x)
             printf(" %s %.2f ms (%.1f%%)", phase_names[i], median->phases_ms[i],
                    100 * median->phases_ms[i] / median->step_ms);
     printf("\nsent    %zu bytes a step and rank | %.2f ms waited for, %.2f ms hidden behind other work\n",
-           wire_bytes_per_step(run), x->exposed_ms, b->hidden_ms);
+           sent_bytes_per_step(run), x->exposed_ms, b->hidden_ms);
     bench_print_ops(b);
 }
 
@@ -506,7 +506,7 @@ static void bench_json(const Run* run, const Bench* b, const BenchFigures* x, co
         {"device_peak_bytes", (double)b->device_peak_bytes},
         {"host_plan_bytes", x->host_plan_bytes}, {"host_bytes", (double)b->host_bytes},
         {"page_faults_per_step", b->page_faults}, {"host_syncs_per_step", b->host_syncs},
-        {"sent_bytes_per_step", (double)wire_bytes_per_step(run)}, {"communication_exposed_ms", x->exposed_ms},
+        {"sent_bytes_per_step", (double)sent_bytes_per_step(run)}, {"communication_exposed_ms", x->exposed_ms},
         {"communication_hidden_ms", b->hidden_ms}, {"op_step_ms", b->op_step_ms}, {"op_compute_ms", b->compute_ms},
         {"op_communication_ms", b->moving_ms}, {"op_other_ms", b->other_ms}, {"op_flops", b->done_flops}};
     for (const auto& figure : figures) json_add_float(j, figure.key, figure.value);

@@ -36,7 +36,7 @@ static EvalResult evaluate(Run* run)
     double h_sums[2];
     CUDA_CHECK(cudaMemcpyAsync(h_sums, sums, sizeof h_sums, cudaMemcpyDeviceToHost, z->compute));
     CUDA_CHECK(cudaStreamSynchronize(z->compute));
-    zero_ring_forget(z);
+    zero_cache_clear(z);
     return EvalResult{h_sums[1] / h_sums[0], h_sums[0]};
 }
 

@@ -57,15 +57,15 @@ static void print_flags(const Flags* f)
 static void print_zero(Run* run)
 {
     char level[16];
-    WireBytes wire = zero_wire_bytes(&run->zero);
-    char optimizer_wire[64] = "";
-    if (wire.optimizer > 0)
-        snprintf(optimizer_wire, sizeof optimizer_wire, ", %s %zu bytes", run->flags->optimizer, wire.optimizer);
+    SentBytes sent = zero_sent_bytes(&run->zero);
+    char optimizer_sent[64] = "";
+    if (sent.optimizer > 0)
+        snprintf(optimizer_sent, sizeof optimizer_sent, ", %s %zu bytes", run->flags->optimizer, sent.optimizer);
     const char* collective = run->setting.stage == 0 ? "all-reduce" : "reduce-scatter";
     SAY("ZeRO    stage %d, -r %s | %.2f MiB sent per step and rank: %s of gradients %.2f, all-gather of parameters "
         "%.2f, all-reduce of sums %zu bytes%s | %s\n", run->setting.stage, recompute_name(run->setting, level),
-        wire_bytes_per_step(run) / 1048576.0, collective, wire.gradients / 1048576.0, wire.parameters / 1048576.0,
-        wire.sums, optimizer_wire, run->flags->overlap ? "overlapped" : "not overlapped");
+        sent_bytes_per_step(run) / 1048576.0, collective, sent.gradients / 1048576.0, sent.parameters / 1048576.0,
+        sent.sums, optimizer_sent, run->flags->overlap ? "overlapped" : "not overlapped");
 }
 
 static void print_start(Run* run, const char* model_name)

@@ -297,9 +297,9 @@ static long page_faults(void)
     return usage.ru_minflt + usage.ru_majflt;
 }
 
-static size_t wire_bytes_per_step(const Run* run)
+static size_t sent_bytes_per_step(const Run* run)
 {
-    WireBytes bytes = zero_wire_bytes(&run->zero);
+    SentBytes bytes = zero_sent_bytes(&run->zero);
     return bytes.gradients + bytes.parameters + bytes.sums + bytes.optimizer;
 }
 
@@ -407,15 +407,15 @@ static void plan_run(Run* run, bool training)
     bool slices_grads = s->stage == 2 && training && strcmp(f->reduce, "step") != 0;
     m->chunks_vocab = (s->stage == 3 || slices_grads) && m->config.num_pieces > 1;
     model_visits(m);
-    bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
-    model_resident(m, resident);
-    ZeroConfig zero = {s->stage, resident, s->G, training, s->storage, s->offloaded, optimizer_find(f->optimizer),
+    bool* persistent = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
+    model_persistent(m, persistent);
+    ZeroConfig zero = {s->stage, persistent, s->G, training, s->storage, s->offloaded, optimizer_find(f->optimizer),
                        model_rounds_fp32(&m->shard, &m->config), f->overlap != 0, strcmp(f->reduce, "step") == 0,
                        f->deterministic, (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
     if (training && f->out[0]) saver_plan(&run->saver, &run->zero, &run->plan);
-    free(resident);
+    free(persistent);
     bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
     if (decodes) decoder_plan(&run->decoder, m, &run->plan, f->given[FLAG_prompts] ? s->B : 1, run->T);
     else if (!f->given[FLAG_export_]) model_plan(m, &run->plan, s->B, run->T, training);
@@ -431,7 +431,7 @@ static void plan_run(Run* run, bool training)
 /* What plan_run holds besides the plan itself. */
 static void plan_run_free(Run* run)
 {
-    free(run->zero.resident);
+    free(run->zero.persistent);
     buckets_free(&run->zero.grad_buckets);
     buckets_free(&run->zero.param_buckets);
     zero_optimizer_free(&run->zero);

@@ -10,14 +10,14 @@
 static void weights_init(Run* run)
 {
     const Shard* s = &run->model.shard;
-    float* bounce = run->zero.bounce;
+    float* staging = run->zero.staging;
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
         Range part = tensor_part(t, zero_owned(&run->zero, t->unit));
         for (size_t done = 0; done < part.count; ) {
-            size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
-            tensor_init(bounce, t, tensor_file_place(t, part.first) + done, n, (uint64_t)run->flags->seed);
-            zero_state_from_host(&run->zero, STATE_WEIGHTS, t->unit, part.first + done, n, bounce);
+            size_t n = part.count - done < STAGING_ELEMS ? part.count - done : STAGING_ELEMS;
+            tensor_init(staging, t, tensor_file_offset(t, part.first) + done, n, (uint64_t)run->flags->seed);
+            zero_state_from_host(&run->zero, STATE_WEIGHTS, t->unit, part.first + done, n, staging);
             done += n;
         }
     }

@@ -134,11 +134,11 @@ int main(int argc, char** argv)
     run->config = step_config(run);
     comm_init_nccl(&run->comm);
     matmul_init();
-    const bool resident[NUM_UNITS] = {};
+    const bool persistent[NUM_UNITS] = {};
     const int visits[NUM_UNITS] = {0, 1, 2};
     ZeroConfig config = {};
     config.stage = (int)flags.zero;
-    config.resident = resident;
+    config.persistent = persistent;
     config.num_micro_steps = 1;
     config.training = true;
     config.optimizer = optimizer_find(flags.optimizer);
@@ -160,13 +160,13 @@ int main(int argc, char** argv)
     for (size_t i = 0; i < run->num_steps; i++)
         step(z, run, grads + i * num_params, 2.0f * (float)(run->comm.rank + 1) / (float)(R * (R + 1)), scratch);
     asked_bytes = run->comm.asked_bytes - asked_bytes;
-    ENSURE(asked_bytes == run->num_steps * wire_bytes_per_step(run), "rank %d sent %zu bytes, planned %zu a step",
-           run->comm.rank, asked_bytes, wire_bytes_per_step(run));
+    ENSURE(asked_bytes == run->num_steps * sent_bytes_per_step(run), "rank %d sent %zu bytes, planned %zu a step",
+           run->comm.rank, asked_bytes, sent_bytes_per_step(run));
     save_params(z, argv[1], scratch);
     size_t state_bytes = 0;
     for (int i = 0; i < run->plan.num_rows; i++)
         if (strcmp(run->plan.rows[i].label, "optimizer states") == 0) state_bytes += run->plan.rows[i].bytes;
-    SAY("%zu steps, %zu bytes a step, states %zu elements of %zu\n", run->num_steps, wire_bytes_per_step(run),
+    SAY("%zu steps, %zu bytes a step, states %zu elements of %zu\n", run->num_steps, sent_bytes_per_step(run),
         state_bytes / sizeof(float), shard->num_elems / (z->stage > 0 ? R : 1));
     zero_free(z);
     zero_optimizer_free(z);

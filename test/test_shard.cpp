@@ -102,18 +102,18 @@ static bool watch_finds_the_oldest(void)
     unsigned long long progress[WATCH_STREAMS] = {};
     w->progress = progress;
     bool well = w != nullptr && watch_oldest(w) == nullptr;
-    const Asked asked[4] = {{"first", 1, 0}, {"second", 2, 1}, {"third", 3, 0}, {"fourth", 4, 1}};
-    for (const Asked& a : asked) watch_asks(w, a.name, a.elems, a.stream_idx);
+    const Enqueued enqueued[4] = {{"first", 1, 0}, {"second", 2, 1}, {"third", 3, 0}, {"fourth", 4, 1}};
+    for (const Enqueued& a : enqueued) watch_enqueued(w, a.name, a.elems, a.stream_idx);
     const struct { unsigned long long progress[2]; size_t oldest; } rows[] = {
         {{0, 0}, 1}, {{1, 0}, 2}, {{3, 0}, 2}, {{0, 4}, 1}, {{1, 2}, 3}, {{1, 4}, 3}, {{3, 2}, 4}, {{3, 4}, 0}};
     for (const auto& row : rows) {
         memcpy(progress, row.progress, sizeof row.progress);
-        const Asked* oldest = watch_oldest(w);
+        const Enqueued* oldest = watch_oldest(w);
         well = well && (oldest == nullptr ? 0 : oldest->elems) == row.oldest;
     }
-    for (size_t i = 0; i < 2 * WATCH_ASKED; i++) watch_asks(w, "later", i, 0);
-    const Asked* oldest = watch_oldest(w);
-    well = well && oldest != nullptr && oldest->elems == WATCH_ASKED;
+    for (size_t i = 0; i < 2 * WATCH_ENQUEUED; i++) watch_enqueued(w, "later", i, 0);
+    const Enqueued* oldest = watch_oldest(w);
+    well = well && oldest != nullptr && oldest->elems == WATCH_ENQUEUED;
     w->progress = nullptr;
     well = well && watch_oldest(w) == nullptr;
     free(w);

@@ -4,42 +4,42 @@
 #include "update.h"
 
 /* Bytes this rank sends in one step, by the same arithmetic as the collectives. */
-typedef struct WireBytes { size_t gradients, parameters, sums, optimizer; } WireBytes;
+typedef struct SentBytes { size_t gradients, parameters, sums, optimizer; } SentBytes;
 
 /* Elements that the ring gathers in one step: zero_params_begin without doing it. */
-static size_t ring_gathered_elems(const Zero* z)
+static size_t buffered_gather_elems(const Zero* z)
 {
     const Buckets* buckets = &z->param_buckets;
-    int held[RING_SIZE] = {-1, -1};
+    int cached[UNIT_BUFFERS] = {-1, -1};
     size_t elems = 0;
     for (int i = 0; i < z->num_micro_steps * z->num_visits; i++) {
         int visit = i % z->num_visits;
-        for (int b : {buckets->of_unit[z->visits[visit]], next_ring_bucket(z, visit)}) {
-            if (!bucket_in_ring(buckets, b) || held[buckets->slot[b]] == b) continue;
-            held[buckets->slot[b]] = b;
+        for (int b : {buckets->of_unit[z->visits[visit]], next_buffered_bucket(z, visit)}) {
+            if (!bucket_is_buffered(buckets, b) || cached[buckets->buffer[b]] == b) continue;
+            cached[buckets->buffer[b]] = b;
             elems += bucket_range(buckets, z->shard, b).count;
         }
     }
     return elems;
 }
 
-static WireBytes zero_wire_bytes(const Zero* z)
+static SentBytes zero_sent_bytes(const Zero* z)
 {
     const Shard* s = z->shard;
     const Comm* c = z->comm;
-    WireBytes bytes = {};
+    SentBytes bytes = {};
     bytes.sums = comm_all_reduce_bytes(c, NUM_STEP_SUMS, sizeof(double));
-    bytes.optimizer = phase_wire_bytes(z);
+    bytes.optimizer = phase_sent_bytes(z);
     for (int u = 0; u < s->num_units; u++) {
         size_t count = s->units[u].range.count, slice = count / s->num_ranks;
-        size_t num_reductions = unit_in_ring(&z->grad_buckets, u) ? z->num_micro_steps : 1;
+        size_t num_reductions = unit_is_buffered(&z->grad_buckets, u) ? z->num_micro_steps : 1;
         size_t elem_bytes = dtype_bytes(unit_storage(z, u).sent);
         if (z->stage == 0) bytes.gradients += comm_all_reduce_bytes(c, count, elem_bytes);
         else bytes.gradients += num_reductions * comm_scatter_bytes(c, slice, elem_bytes);
-        if (z->stage > 0 && !unit_in_ring(&z->param_buckets, u))
+        if (z->stage > 0 && !unit_is_buffered(&z->param_buckets, u))
             bytes.parameters += comm_scatter_bytes(c, slice, unit_is_fp32(s, u) ? sizeof(float) : sizeof(floatX));
     }
-    bytes.parameters += comm_scatter_bytes(c, ring_gathered_elems(z) / s->num_ranks, sizeof(floatX));
+    bytes.parameters += comm_scatter_bytes(c, buffered_gather_elems(z) / s->num_ranks, sizeof(floatX));
     return bytes;
 }
 
@@ -89,7 +89,7 @@ static unsigned long long zero_replica_hash(Zero* z)
     hash_begin(z);
     for (int u = 0; u < shard->num_units; u++) {
         Range range = shard->units[u].range;
-        if (!unit_in_ring(&z->param_buckets, u))
+        if (!unit_is_buffered(&z->param_buckets, u))
             state_hash_accumulate(z->hash, unit_is_fp32(shard, u) ? values_of(z->fp32_params)
                                                                   : Values{z->unit_params[u], FLOATX_DTYPE, nullptr},
                                   range.count, range.first, z->compute);

@@ -9,15 +9,15 @@
 #pragma once
 #include "shard.h"
 
-enum { NOT_IN_RING = -1, RING_SIZE = 2 };
+enum { NOT_BUFFERED = -1, UNIT_BUFFERS = 2 };
 
 typedef struct Buckets {
     int num_buckets;
     int* first_unit;        // (num_buckets + 1)
     int* of_unit;           // (num_units)
-    int* slot;              // (num_buckets) ring buffer, or NOT_IN_RING
-    size_t slot_elems;      // the largest bucket in the ring
-    int num_slots;          // ring buffers in use, at most RING_SIZE
+    int* buffer;              // (num_buckets) ring buffer, or NOT_BUFFERED
+    size_t buffer_elems;      // the largest bucket in the ring
+    int num_buffers;          // ring buffers in use, at most UNIT_BUFFERS
 } Buckets;
 
 static inline Range bucket_range(const Buckets* b, const Shard* s, int bucket)
@@ -32,40 +32,40 @@ static void buckets_build(Buckets* b, const Shard* s, const bool* kept, size_t b
     *b = Buckets{};
     b->first_unit = (int*)malloc_checked((s->num_units + 1) * sizeof(int));
     b->of_unit = (int*)malloc_checked(s->num_units * sizeof(int));
-    b->slot = (int*)malloc_checked(s->num_units * sizeof(int));
+    b->buffer = (int*)malloc_checked(s->num_units * sizeof(int));
     size_t elems = 0;
-    int num_in_ring = 0;
+    int num_buffered = 0;
     for (int u = 0; u < s->num_units; u++) {
         size_t count = s->units[u].range.count;
         if (u == 0 || kept[u] != kept[u - 1] || elems + count > bucket_elems) {
-            b->slot[b->num_buckets] = kept[u] ? (int)NOT_IN_RING : num_in_ring++ % RING_SIZE;
+            b->buffer[b->num_buckets] = kept[u] ? (int)NOT_BUFFERED : num_buffered++ % UNIT_BUFFERS;
             b->first_unit[b->num_buckets++] = u;
             elems = 0;
         }
         elems += count;
         b->of_unit[u] = b->num_buckets - 1;
-        if (!kept[u] && elems > b->slot_elems) b->slot_elems = elems;
+        if (!kept[u] && elems > b->buffer_elems) b->buffer_elems = elems;
     }
     b->first_unit[b->num_buckets] = s->num_units;
-    b->num_slots = num_in_ring < RING_SIZE ? num_in_ring : (int)RING_SIZE;
+    b->num_buffers = num_buffered < UNIT_BUFFERS ? num_buffered : (int)UNIT_BUFFERS;
 }
 
 static void buckets_free(Buckets* b)
 {
     free(b->first_unit);
     free(b->of_unit);
-    free(b->slot);
+    free(b->buffer);
     *b = Buckets{};
 }
 
-static inline bool bucket_in_ring(const Buckets* b, int bucket)
+static inline bool bucket_is_buffered(const Buckets* b, int bucket)
 {
-    return bucket >= 0 && bucket < b->num_buckets && b->slot[bucket] != NOT_IN_RING;
+    return bucket >= 0 && bucket < b->num_buckets && b->buffer[bucket] != NOT_BUFFERED;
 }
-static inline bool unit_in_ring(const Buckets* b, int unit) { return bucket_in_ring(b, b->of_unit[unit]); }
+static inline bool unit_is_buffered(const Buckets* b, int unit) { return bucket_is_buffered(b, b->of_unit[unit]); }
 
 /* Where `unit` lies in its ring buffer. */
-static inline size_t unit_ring_offset(const Buckets* b, const Shard* s, int unit)
+static inline size_t unit_buffer_offset(const Buckets* b, const Shard* s, int unit)
 {
     return s->units[unit].range.first - s->units[b->first_unit[b->of_unit[unit]]].range.first;
 }

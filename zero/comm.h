@@ -312,22 +312,22 @@ static void comm_texts_in_turn(const Comm* c, FILE* f, const char* text, size_t 
 /* Is all well on every rank? If not, `why` is that of the first rank where it is not, on all of them. */
 static bool comm_all_well(const Comm* c, bool well, char (&why)[1024])
 {
-    int first = -(int)comm_max_host(c, well ? -c->num_ranks : -c->rank);
+    int failed_rank = -(int)comm_max_host(c, well ? -c->num_ranks : -c->rank);
 #ifndef NO_MPI
-    if (c->num_ranks > 1 && first < c->num_ranks)
-        MPI_CHECK(MPI_Bcast(why, sizeof why, MPI_BYTE, first, MPI_COMM_WORLD));
+    if (c->num_ranks > 1 && failed_rank < c->num_ranks)
+        MPI_CHECK(MPI_Bcast(why, sizeof why, MPI_BYTE, failed_rank, MPI_COMM_WORLD));
 #else
     (void)why;
 #endif
-    return first == c->num_ranks;
+    return failed_rank == c->num_ranks;
 }
 
 /* All ranks must have come with the same value: command line, data, order of collectives. */
 static void comm_ensure_same(const Comm* c, uint64_t value, const char* what)
 {
-    uint64_t first = value;
-    comm_broadcast_host(c, &first, sizeof first);
-    ENSURE(first == value,
+    uint64_t rank_0 = value;
+    comm_broadcast_host(c, &rank_0, sizeof rank_0);
+    ENSURE(rank_0 == value,
            "rank %d differs from rank 0 in %s: start all ranks from the same build, command line and files", c->rank,
            what);
 }
@@ -335,12 +335,12 @@ static void comm_ensure_same(const Comm* c, uint64_t value, const char* what)
 /* The same of what every rank holds whole, while training. */
 static void comm_ensure_replica(const Comm* c, uint64_t hash, size_t step)
 {
-    uint64_t first = hash;
-    comm_broadcast_host(c, &first, sizeof first);
-    ENSURE(first == hash,
+    uint64_t rank_0 = hash;
+    comm_broadcast_host(c, &rank_0, sizeof rank_0);
+    ENSURE(rank_0 == hash,
            "--check-replicas: after step %zu rank %d holds other parameters than rank 0 (hash %016llx, not %016llx): "
            "a broken card or link; go on from the last checkpoint without it", step, c->rank,
-           (unsigned long long)hash, (unsigned long long)first);
+           (unsigned long long)hash, (unsigned long long)rank_0);
 }
 
 /* What rank 0 sends when each rank holds n elements of n*R (reduce-scatter, all-gather), and for an all-reduce of n. */
@@ -366,7 +366,7 @@ static void comm_shows_progress(const Comm* c, bool shows)
 }
 
 /* Before a collective of n elements is given to a stream. */
-static void comm_asks(Comm* c, const char* name, size_t n, cudaStream_t stream)
+static void comm_enqueue_begin(Comm* c, const char* name, size_t n, cudaStream_t stream)
 {
     watch_collective(c->watch, name, n);
     if (c->watch == nullptr) return;
@@ -375,16 +375,16 @@ static void comm_asks(Comm* c, const char* name, size_t n, cudaStream_t stream)
     ENSURE(idx < WATCH_STREAMS, "collectives on more than %d streams", (int)WATCH_STREAMS);
     if (idx == c->num_streams) c->streams[c->num_streams++] = stream;
     c->stream_idx = idx;
-    watch_asks(c->watch, name, n, idx);
+    watch_enqueued(c->watch, name, n, idx);
 }
 
 /* Behind it; a collective of a group is under way until the group ends. */
-static void comm_has_asked(const Comm* c, const char* place, size_t n)
+static void comm_enqueue_end(const Comm* c, const char* activity, size_t n)
 {
     if (c->in_group || c->watch == nullptr) return;
-    watch_move(c->watch, place, n);
+    watch_move(c->watch, activity, n);
     if (c->num_streams == 0) return;
-    progress_mark(c->progress + c->stream_idx, c->watch->num_asked, c->streams[c->stream_idx]);
+    progress_mark(c->progress + c->stream_idx, c->watch->num_enqueued, c->streams[c->stream_idx]);
 }
 
 /* With one rank what moves stays here. */
@@ -397,14 +397,14 @@ static void comm_all_reduce(Comm* c, void* data, size_t n, ncclDataType_t type, 
     const size_t sent_bytes = comm_all_reduce_bytes(c, n, nccl_type_bytes(type));
     CommunicationScope communication(stream, true);
     COMM_OP(stream, sent_bytes, n);
-    comm_asks(c, "ncclAllReduce", n, stream);
+    comm_enqueue_begin(c, "ncclAllReduce", n, stream);
     c->asked_bytes += sent_bytes;
 #ifndef NO_NCCL
     NCCL_CHECK(ncclAllReduce(data, data, n, type, ncclSum, c->nccl, stream));
 #else
     (void)data;
 #endif
-    comm_has_asked(c, "what follows ncclAllReduce", n);
+    comm_enqueue_end(c, "what follows ncclAllReduce", n);
 }
 
 static ncclDataType_t dtype_nccl(Dtype dtype)
@@ -444,14 +444,14 @@ static void comm_reduce_scatter(Comm* c, Values out, Values inp, size_t n, bool 
     }
     const size_t sent_bytes = comm_scatter_bytes(c, n, dtype_bytes(inp.dtype));
     COMM_OP(stream, sent_bytes, n);
-    comm_asks(c, "ncclReduceScatter", n, stream);
+    comm_enqueue_begin(c, "ncclReduceScatter", n, stream);
     c->asked_bytes += sent_bytes;
     assert(c->pieces != nullptr || (out.dtype == inp.dtype && !adds));
     if (c->pieces != nullptr) comm_reduce_in_order(c, out, inp, n, adds, stream);
 #ifndef NO_NCCL
     else NCCL_CHECK(ncclReduceScatter(inp.at, out.at, n, dtype_nccl(inp.dtype), ncclSum, c->nccl, stream));
 #endif
-    comm_has_asked(c, "what follows ncclReduceScatter", n);
+    comm_enqueue_end(c, "what follows ncclReduceScatter", n);
 }
 
 /* data (R*n) = every rank's `own` (n), in rank order. `own` may be data + rank*n. */
@@ -466,19 +466,19 @@ static void comm_all_gather(Comm* c, void* data, const void* own, size_t n, nccl
     }
     const size_t sent_bytes = comm_scatter_bytes(c, n, nccl_type_bytes(type));
     COMM_OP(stream, sent_bytes, n);
-    comm_asks(c, "ncclAllGather", n, stream);
+    comm_enqueue_begin(c, "ncclAllGather", n, stream);
     c->asked_bytes += sent_bytes;
 #ifndef NO_NCCL
     NCCL_CHECK(ncclAllGather(own, data, n, type, c->nccl, stream));
 #endif
-    comm_has_asked(c, "what follows ncclAllGather", n);
+    comm_enqueue_end(c, "what follows ncclAllGather", n);
 }
 
 /* n floats from one rank to another; both within a group. */
 static void comm_send(Comm* c, const float* data, size_t n, int to, cudaStream_t stream)
 {
     COMM_OP(stream, n * sizeof(float), n);
-    comm_asks(c, "ncclSend", n, stream);
+    comm_enqueue_begin(c, "ncclSend", n, stream);
     c->asked_bytes += n * sizeof(float);
 #ifndef NO_NCCL
     NCCL_CHECK(ncclSend(data, n, ncclFloat32, to, c->nccl, stream));
@@ -488,7 +488,7 @@ static void comm_send(Comm* c, const float* data, size_t n, int to, cudaStream_t
 }
 static void comm_receive(Comm* c, float* data, size_t n, int from, cudaStream_t stream)
 {
-    comm_asks(c, "ncclRecv", n, stream);
+    comm_enqueue_begin(c, "ncclRecv", n, stream);
 #ifndef NO_NCCL
     NCCL_CHECK(ncclRecv(data, n, ncclFloat32, from, c->nccl, stream));
 #else
@@ -510,7 +510,7 @@ static void comm_group_end(Comm* c)
 #ifndef NO_NCCL
     if (c->num_ranks > 1) NCCL_CHECK(ncclGroupEnd());
 #endif
-    comm_has_asked(c, "what follows a group of collectives", 0);
+    comm_enqueue_end(c, "what follows a group of collectives", 0);
 }
 
 /* Bytes this rank has sent in collectives since the start. */

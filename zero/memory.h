@@ -10,27 +10,27 @@ static void plan_gradients(Zero* z, Plan* plan)
     const Shard* s = z->shard;
     const Buckets* buckets = &z->grad_buckets;
     const Place D = Place::DEVICE;
-    size_t resident = 0, folded = 0, largest_folded = 0, largest = 0;
+    size_t persistent = 0, accumulated = 0, largest_accumulated = 0, largest = 0;
     bool converts = false;
     for (int u = 0; u < s->num_units; u++) {
         size_t count = s->units[u].range.count;
-        if (z->resident[u]) resident += count;
-        if (unit_folds(z, u)) folded += count;
-        if (unit_folds(z, u) && count > largest_folded) largest_folded = count;
-        Dtype whole = unit_folds(z, u) ? z->storage.grads : Dtype::FP32;
+        if (z->persistent[u]) persistent += count;
+        if (unit_accumulates(z, u)) accumulated += count;
+        if (unit_accumulates(z, u) && count > largest_accumulated) largest_accumulated = count;
+        Dtype whole = unit_accumulates(z, u) ? z->storage.grads : Dtype::FP32;
         converts = converts || (count > 0 && whole != unit_storage(z, u).sent);
     }
     for (int b = 0; b < buckets->num_buckets; b++) largest = max_count(largest, bucket_range(buckets, s, b).count);
     if (zero_slices_grads(z)) {
-        for (int k = 0; k < buckets->num_slots; k++)
-            plan_add(plan, "gradients, ring of whole units", D, &z->grad_ring[k], buckets->slot_elems);
-        plan_add(plan, "gradients, embeddings and head", D, &z->resident_grads, resident);
+        for (int k = 0; k < buckets->num_buffers; k++)
+            plan_add(plan, "gradients, ring of whole units", D, &z->grad_buffers[k], buckets->buffer_elems);
+        plan_add(plan, "gradients, embeddings and head", D, &z->persistent_grads, persistent);
         plan_add(plan, "gradients, slice", zero_place(z, OFFLOAD_GRADIENTS), &z->grad_slices,
                  values_bytes(s->num_elems / s->num_ranks, z->storage.grads, num_fp32_states(z)));
-    } else if (folded > 0) {
-        plan_add(plan, "gradients", D, &z->grads, folded * dtype_bytes(z->storage.grads));
-        plan_add(plan, "gradients, embeddings and head", D, &z->resident_grads, resident);
-        plan_add(plan, "gradients, one unit in fp32", D, &z->grad_ring[0], largest_folded);
+    } else if (accumulated > 0) {
+        plan_add(plan, "gradients", D, &z->grads, accumulated * dtype_bytes(z->storage.grads));
+        plan_add(plan, "gradients, embeddings and head", D, &z->persistent_grads, persistent);
+        plan_add(plan, "gradients, one unit in fp32", D, &z->grad_buffers[0], largest_accumulated);
     } else {
         plan_add(plan, "gradients", D, &z->grads, s->num_elems * sizeof(float));
     }
@@ -43,7 +43,7 @@ static void plan_params(Zero* z, Plan* plan)
     const Shard* s = z->shard;
     size_t kept = 0, slices = 0, fp32 = s->num_fp32_units > 0 ? s->units[0].range.count : 0;
     for (int u = s->num_fp32_units; u < s->num_units; u++) {
-        if (unit_in_ring(&z->param_buckets, u)) slices += s->units[u].range.count / s->num_ranks;
+        if (unit_is_buffered(&z->param_buckets, u)) slices += s->units[u].range.count / s->num_ranks;
         else kept += s->units[u].range.count;
     }
     plan_add(plan, z->stage == 3 ? "parameters kept whole" : "parameters", Place::DEVICE, &z->params, kept);
@@ -51,9 +51,9 @@ static void plan_params(Zero* z, Plan* plan)
     if (fp32 > 0 && z->rounds_fp32)
         plan_add(plan, "parameters in fp32, rounded", Place::DEVICE, &z->fp32_rounded, fp32);
     if (slices > 0) plan_add(plan, "parameters, slice", zero_place(z, OFFLOAD_PARAMETERS), &z->param_slices, slices);
-    for (int k = 0; k < z->param_buckets.num_slots; k++)
-        plan_add(plan, "parameters, ring of whole units", Place::DEVICE, &z->param_ring[k],
-                 z->param_buckets.slot_elems);
+    for (int k = 0; k < z->param_buckets.num_buffers; k++)
+        plan_add(plan, "parameters, ring of whole units", Place::DEVICE, &z->param_buffers[k],
+                 z->param_buckets.buffer_elems);
 }
 
 /* Of the `count` elements that this rank updates; the fp32 unit is its own master. */
@@ -65,7 +65,7 @@ static void plan_master(Zero* z, Plan* plan, size_t count)
         plan_add(plan, master == Dtype::SPLIT ? "master weights, lower halves" : "master weights",
                  zero_place(z, OFFLOAD_OPTIMIZER), &z->master, count * dtype_bytes(master));
     if (master != Dtype::FP32 || z->storage.moments != Dtype::FP32)
-        plan_add(plan, "between files and device", Place::HOST, &z->halves, 2 * BOUNCE_ELEMS);
+        plan_add(plan, "between files and device", Place::HOST, &z->halves, 2 * STAGING_ELEMS);
 }
 
 static void plan_optimizer(Zero* z, Plan* plan)
@@ -109,12 +109,12 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     z->num_micro_steps = config->num_micro_steps;
     z->visits = config->visits;
     z->num_visits = config->num_visits;
-    z->resident = (bool*)malloc_checked(shard->num_units * sizeof(bool));
-    memcpy(z->resident, config->resident, shard->num_units * sizeof(bool));
+    z->persistent = (bool*)malloc_checked(shard->num_units * sizeof(bool));
+    memcpy(z->persistent, config->persistent, shard->num_units * sizeof(bool));
     bool *kept = (bool*)malloc_checked(2 * shard->num_units * sizeof(bool)), *kept_grads = kept + shard->num_units;
     for (int u = 0; u < shard->num_units; u++) {
-        kept_grads[u] = !zero_slices_grads(z) || config->resident[u];
-        kept[u] = z->stage < 3 || config->resident[u] || shard->units[u].range.count < config->persist_below;
+        kept_grads[u] = !zero_slices_grads(z) || config->persistent[u];
+        kept[u] = z->stage < 3 || config->persistent[u] || shard->units[u].range.count < config->persist_below;
     }
     buckets_build(&z->grad_buckets, shard, kept_grads, config->reduce_bucket);
     buckets_build(&z->param_buckets, shard, kept, config->gather_bucket);
@@ -140,37 +140,37 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     plan_add(plan, "step results", Place::HOST, &z->h_found, shard->num_tensors);
     plan_add(plan, "step results", Place::HOST, &z->h_state, 2);
     plan_add(plan, "step results", Place::HOST, &comm->progress, WATCH_STREAMS);
-    plan_add(plan, "between files and device", Place::HOST, &z->bounce, BOUNCE_ELEMS);
+    plan_add(plan, "between files and device", Place::HOST, &z->staging, STAGING_ELEMS);
 }
 
 /* The tables of where each unit is. */
-static void zero_place_units(Zero* z)
+static void zero_locate_units(Zero* z)
 {
     const Shard* s = z->shard;
     z->unit_grads = (float**)malloc_checked(s->num_units * sizeof(float*));
     z->whole_grads = (Values*)malloc_checked(s->num_units * sizeof(Values));
-    Values folded = {z->grads, z->storage.grads, nullptr};
+    Values accumulated = {z->grads, z->storage.grads, nullptr};
     z->unit_params = (floatX**)malloc_checked(s->num_units * sizeof(floatX*));
     z->own_params = (floatX**)malloc_checked(s->num_units * sizeof(floatX*));
-    float* resident = z->resident_grads;
+    float* persistent = z->persistent_grads;
     floatX *kept = z->params, *slices = z->param_slices;
     for (int u = 0; u < s->num_units; u++) {
         Range range = s->units[u].range;
         const Buckets *grads = &z->grad_buckets, *params = &z->param_buckets;
-        int grad_slot = grads->slot[grads->of_unit[u]], param_slot = params->slot[params->of_unit[u]];
-        bool folds = unit_folds(z, u);
+        int grad_buffer = grads->buffer[grads->of_unit[u]], param_buffer = params->buffer[params->of_unit[u]];
+        bool accumulates = unit_accumulates(z, u);
         if (!z->training) z->unit_grads[u] = nullptr;
-        else if (folds) z->unit_grads[u] = z->grad_ring[0];
-        else if (grad_slot != NOT_IN_RING) z->unit_grads[u] = z->grad_ring[grad_slot] + unit_ring_offset(grads, s, u);
-        else if (z->resident_grads != nullptr) { z->unit_grads[u] = resident; resident += range.count; }
+        else if (accumulates) z->unit_grads[u] = z->grad_buffers[0];
+        else if (grad_buffer != NOT_BUFFERED) z->unit_grads[u] = z->grad_buffers[grad_buffer] + unit_buffer_offset(grads, s, u);
+        else if (z->persistent_grads != nullptr) { z->unit_grads[u] = persistent; persistent += range.count; }
         else z->unit_grads[u] = (float*)z->grads + range.first;
-        z->whole_grads[u] = folds ? folded : values_of(z->unit_grads[u]);
-        if (folds) folded = values_from(folded, range.count);
+        z->whole_grads[u] = accumulates ? accumulated : values_of(z->unit_grads[u]);
+        if (accumulates) accumulated = values_from(accumulated, range.count);
         if (unit_is_fp32(s, u)) {
             z->unit_params[u] = z->fp32_rounded;
             z->own_params[u] = nullptr;
-        } else if (param_slot != NOT_IN_RING) {
-            z->unit_params[u] = z->param_ring[param_slot] + unit_ring_offset(params, s, u);
+        } else if (param_buffer != NOT_BUFFERED) {
+            z->unit_params[u] = z->param_buffers[param_buffer] + unit_buffer_offset(params, s, u);
             z->own_params[u] = slices;
             slices += range.count / s->num_ranks;
         } else {
@@ -182,7 +182,7 @@ static void zero_place_units(Zero* z)
 }
 
 /* The table of nonfinite_find. */
-static void zero_place_grad_parts(Zero* z)
+static void zero_locate_grad_parts(Zero* z)
 {
     const Shard* s = z->shard;
     GradPart* parts = (GradPart*)malloc_checked(s->num_tensors * sizeof *parts);
@@ -206,27 +206,27 @@ static void zero_start(Zero* z)
     profile_stream(z->compute, "compute");
     profile_stream(z->reduce, "reduce");
     profile_stream(z->gather, "gather");
-    for (cudaEvent_t* event : {&z->edge, &z->states_copied, &z->grad_ring_free[0], &z->grad_ring_free[1]})
+    for (cudaEvent_t* event : {&z->edge, &z->states_copied, &z->grad_buffer_free[0], &z->grad_buffer_free[1]})
         CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventRecord(z->states_copied, z->d2h));
-    for (int k = 0; k < RING_SIZE; k++) {
-        CUDA_CHECK(cudaEventRecord(z->grad_ring_free[k], z->reduce));
-        z->held[k] = -1;
+    for (int k = 0; k < UNIT_BUFFERS; k++) {
+        CUDA_CHECK(cudaEventRecord(z->grad_buffer_free[k], z->reduce));
+        z->cached_bucket[k] = -1;
     }
     z->params_ready = (cudaEvent_t*)malloc_checked(z->param_buckets.num_buckets * sizeof(cudaEvent_t));
     for (int b = 0; b < z->param_buckets.num_buckets; b++) {
         CUDA_CHECK(cudaEventCreateWithFlags(&z->params_ready[b], cudaEventDisableTiming));
         CUDA_CHECK(cudaEventRecord(z->params_ready[b], z->gather));
     }
-    zero_place_units(z);
-    if (z->training) zero_place_grad_parts(z);
+    zero_locate_units(z);
+    if (z->training) zero_locate_grad_parts(z);
     comm_shows_progress(z->comm, true);
 }
 
 static void zero_free(Zero* z)
 {
     comm_shows_progress(z->comm, false);
-    for (cudaEvent_t event : {z->edge, z->states_copied, z->grad_ring_free[0], z->grad_ring_free[1]})
+    for (cudaEvent_t event : {z->edge, z->states_copied, z->grad_buffer_free[0], z->grad_buffer_free[1]})
         CUDA_CHECK(cudaEventDestroy(event));
     for (int b = 0; b < z->param_buckets.num_buckets; b++) CUDA_CHECK(cudaEventDestroy(z->params_ready[b]));
     CUDA_CHECK(cudaStreamDestroy(z->compute));

@@ -15,7 +15,7 @@ typedef struct Offload {
     char *host, *device;            // (num_items - 2, item_bytes) pinned; (2, item_bytes) of the caller
     size_t item_bytes;
     int num_items;
-    int held[OFFLOAD_BUFFERS];      // the item that the buffer holds, or is about to
+    int cached_item[OFFLOAD_BUFFERS];      // the item that the buffer holds, or is about to
     cudaStream_t compute, d2h, h2d; // compute's own where nothing overlaps
     cudaEvent_t edge;
     cudaEvent_t stored[OFFLOAD_BUFFERS];   // d2h -> compute: the buffer may be overwritten
@@ -51,7 +51,7 @@ static void offload_start(Offload* o, void* device, cudaStream_t compute, bool o
             CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
         CUDA_CHECK(cudaEventRecord(o->stored[k], o->d2h));   // nothing to wait for yet
         CUDA_CHECK(cudaEventRecord(o->loaded[k], o->h2d));
-        o->held[k] = -1;
+        o->cached_item[k] = -1;
     }
 }
 
@@ -71,7 +71,7 @@ static void offload_write_begin(Offload* o, int item)
 {
     int k = item % OFFLOAD_BUFFERS;
     CUDA_CHECK(cudaStreamWaitEvent(o->compute, o->stored[k], 0));
-    o->held[k] = item;
+    o->cached_item[k] = item;
 }
 
 /* After it. */
@@ -88,8 +88,8 @@ static void offload_write_end(Offload* o, int item)
 static void offload_fetch(Offload* o, int item)
 {
     int k = item % OFFLOAD_BUFFERS;
-    if (item < 0 || o->held[k] == item) return;
-    o->held[k] = item;
+    if (item < 0 || o->cached_item[k] == item) return;
+    o->cached_item[k] = item;
     // It is in host memory since before the pass overwrote its buffer, two items on.
     stream_wait(o->h2d, o->compute, o->edge, "the item in the buffer is used up");
     OP(o->h2d, 0, o->item_bytes, item);

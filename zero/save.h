@@ -110,13 +110,13 @@ typedef struct SaveChunk {
     const SafeTensors* files;
     const SafeTensor* tensor;
     size_t first, count;            // elements of the tensor
-    float* at;
+    float* data;
 } SaveChunk;
 
 static void chunk_write(void* arg)
 {
     const SaveChunk* k = (const SaveChunk*)arg;
-    safetensors_write_f32(k->files, k->tensor, k->first, k->count, k->at);
+    safetensors_write_f32(k->files, k->tensor, k->first, k->count, k->data);
 }
 
 /* The slices of rank `owner`, chunk by chunk. Their owner writes them; where it does not see the folder, it sends them,
@@ -145,16 +145,16 @@ static bool save_slices(Saver* s, int owner, char (&why)[1024])
         k.tensor = safetensors_get(k.files, name);
         if (s->gathers) watch_move(c->watch, "a save, where rank 0 writes for all", part.count);
         for (size_t done = 0; done < part.count; done += k.count) {
-            k.first = tensor_file_place(t, part.first) + done;
+            k.first = tensor_file_offset(t, part.first) + done;
             size_t lead = (k.tensor->offset + k.first * sizeof(float)) % SAFE_DIRECT_BYTES;
             size_t fits = (room_bytes - lead) / sizeof(float);
             k.count = part.count - done < fits ? part.count - done : fits;
-            k.at = (float*)(room + lead);                  // as in the file, so that whole pages can go directly
-            if (!own) comm_receive_host(c, k.at, k.count * sizeof(float), owner);
-            else if (values.dtype == Dtype::FP32) memcpy(k.at, (float*)values.at + done, k.count * sizeof(float));
-            else for (size_t e = 0; e < k.count; e++) k.at[e] = value_load(values, done + e);
-            if (own) sums[tensor_first_piece(shard, t_idx)] += tensor_sum(k.at, k.first, k.count);
-            if (!writes) comm_send_host(c, k.at, k.count * sizeof(float), 0);
+            k.data = (float*)(room + lead);                  // as in the file, so that whole pages can go directly
+            if (!own) comm_receive_host(c, k.data, k.count * sizeof(float), owner);
+            else if (values.dtype == Dtype::FP32) memcpy(k.data, (float*)values.at + done, k.count * sizeof(float));
+            else for (size_t e = 0; e < k.count; e++) k.data[e] = value_load(values, done + e);
+            if (own) sums[tensor_first_piece(shard, t_idx)] += tensor_sum(k.data, k.first, k.count);
+            if (!writes) comm_send_host(c, k.data, k.count * sizeof(float), 0);
             else if (well) well = attempt(chunk_write, &k, why);
         }
     }

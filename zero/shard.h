@@ -78,7 +78,7 @@ static inline int tensor_first_piece(const Shard* s, int t_idx)
 }
 
 /* The place of element `flat` of the flat space in the whole tensor, as the file has it. */
-static inline size_t tensor_file_place(const Tensor* t, size_t flat)
+static inline size_t tensor_file_offset(const Tensor* t, size_t flat)
 {
     return t->file_first_row * t->shape[1] + (flat - t->first);
 }

@@ -26,7 +26,7 @@
 #include "plan.h"
 #include "signals.h"
 
-static const size_t BOUNCE_ELEMS = 1 << 20;
+static const size_t STAGING_ELEMS = 1 << 20;
 
 /* How what the optimizer works with is kept. */
 typedef struct Storage {
@@ -49,7 +49,7 @@ static const char* const offloaded_names[NUM_OFFLOADED] = {"activations", "optim
 
 typedef struct ZeroConfig {
     int stage;
-    const bool* resident;       // (num_units) the gradient is kept whole, and at stage 3 the parameters
+    const bool* persistent;       // (num_units) the gradient is kept whole, and at stage 3 the parameters
     int num_micro_steps;
     bool training;              // else no gradients and moments
     Storage storage;
@@ -78,22 +78,22 @@ typedef struct Zero {
     // parameters
     floatX* params;             // stages 0-2: (P). Stage 3: units that are kept whole, packed
     floatX* param_slices;       // stage 3: this rank's slices of the units in the ring, packed
-    floatX* param_ring[RING_SIZE];
+    floatX* param_buffers[UNIT_BUFFERS];
     floatX** unit_params;       // (num_units) where unit u's whole parameters are, or will be when it is gathered
     floatX** own_params;        // (num_units) where what this rank updates of unit u is
     bool rounds_fp32;           // products read some of the fp32 unit
     float* fp32_params;         // it, whole
     floatX* fp32_rounded;       // its unit_params; null if no product reads it
-    int held[RING_SIZE];        // stage 3: the bucket whose parameters the ring buffer holds; -1: out of date
+    int cached_bucket[UNIT_BUFFERS];        // stage 3: the bucket whose parameters the ring buffer holds; -1: out of date
     const int* visits;          // (num_visits) the units of a micro-step in the order in which the model uses them
     int num_visits, visit;      // the next one
     // gradients
-    bool* resident;             // (num_units) the whole gradient stays in fp32 until it is sent
+    bool* persistent;             // (num_units) the whole gradient stays in fp32 until it is sent
     char* grads;                // (P) stages 0-1; in 16 bits without the resident units
     float** unit_grads;         // (num_units) where unit u's whole gradient is while its backward runs
     Values* whole_grads;        // (num_units) where it is summed over micro-steps, where that is done whole
-    float* grad_ring[RING_SIZE];    // stages 2-3; stages 0-1 in 16 bits: one unit's, until it is added to the whole
-    float* resident_grads;      // stages 2-3, and in 16 bits: resident units, packed
+    float* grad_buffers[UNIT_BUFFERS];    // stages 2-3; stages 0-1 in 16 bits: one unit's, until it is added to the whole
+    float* persistent_grads;      // stages 2-3, and in 16 bits: resident units, packed
     char* grad_slices;          // (P/R) stages 2-3
     char* sent;                 // one bucket as it is sent, where that is in another type than it is kept in
     // optimizer
@@ -112,13 +112,13 @@ typedef struct Zero {
     GradPart* grad_parts;       // (num_tensors) where this rank's part of each reduced gradient is
     int *found, *h_found;       // (2, num_tensors), pinned (num_tensors): which parts had an Inf or NaN, by slot
     unsigned long long* hash;   // (1)
-    float* bounce;              // (BOUNCE_ELEMS) pinned: between files and the device
-    unsigned short* halves;     // (2, BOUNCE_ELEMS) pinned: the same for what is not kept as floats
+    float* staging;              // (STAGING_ELEMS) pinned: between files and the device
+    unsigned short* halves;     // (2, STAGING_ELEMS) pinned: the same for what is not kept as floats
     cudaStream_t compute, reduce, gather;
     cudaStream_t d2h;           // states to the host, for a checkpoint (save.h)
     cudaEvent_t states_copied;  // d2h -> compute: they may change again
     cudaEvent_t edge;           // of stream_wait where nothing else remembers the place
-    cudaEvent_t grad_ring_free[RING_SIZE];   // reduce -> compute: the ring buffer may be overwritten
+    cudaEvent_t grad_buffer_free[UNIT_BUFFERS];   // reduce -> compute: the ring buffer may be overwritten
     cudaEvent_t* params_ready;  // (param buckets) gather -> compute: the bucket's parameters are whole
 } Zero;
 
@@ -177,9 +177,9 @@ static floatX* zero_own_param(const Zero* z, int u, size_t flat)
 }
 
 /* In 16 bits the gradients of a unit, which kernels make in fp32, are added to a whole copy when they are complete. */
-static bool unit_folds(const Zero* z, int u)
+static bool unit_accumulates(const Zero* z, int u)
 {
-    return !zero_slices_grads(z) && z->storage.grads != Dtype::FP32 && !z->resident[u];
+    return !zero_slices_grads(z) && z->storage.grads != Dtype::FP32 && !z->persistent[u];
 }
 
 /* The reduced gradient of a flat range of unit u that this rank holds. */
@@ -268,11 +268,11 @@ static void unit_gather(Zero* z, int u)
         return;
     }
     const floatX* own = z->own_params[u];
-    if (unit_in_ring(&z->param_buckets, u) && zero_place(z, OFFLOAD_PARAMETERS) == Place::HOST) {
-        floatX* place = z->unit_params[u] + z->comm->rank * n;
+    if (unit_is_buffered(&z->param_buckets, u) && zero_place(z, OFFLOAD_PARAMETERS) == Place::HOST) {
+        floatX* slice = z->unit_params[u] + z->comm->rank * n;
         OP_CALL("cudaMemcpyAsync", z->gather, n * sizeof(floatX), n);
-        CUDA_CHECK(cudaMemcpyAsync(place, own, n * sizeof(floatX), cudaMemcpyHostToDevice, z->gather));
-        own = place;
+        CUDA_CHECK(cudaMemcpyAsync(slice, own, n * sizeof(floatX), cudaMemcpyHostToDevice, z->gather));
+        own = slice;
     }
     comm_all_gather(z->comm, z->unit_params[u], own, n, FLOATX_NCCL, z->gather);
 }
@@ -298,22 +298,22 @@ static void bucket_gather(Zero* z, int b)
 }
 
 /* Bucket b of the ring, unless the buffer holds it. */
-static void ring_gather(Zero* z, int b)
+static void buffer_gather(Zero* z, int b)
 {
-    int slot = z->param_buckets.slot[b];
-    if (z->held[slot] == b) return;
-    z->held[slot] = b;
+    int buffer = z->param_buckets.buffer[b];
+    if (z->cached_bucket[buffer] == b) return;
+    z->cached_bucket[buffer] = b;
     bucket_gather(z, b);
 }
 
 /* The ring bucket that is used after that of `visit`, if it goes through the other buffer; else -1. */
-static int next_ring_bucket(const Zero* z, int visit)
+static int next_buffered_bucket(const Zero* z, int visit)
 {
     const Buckets* buckets = &z->param_buckets;
     int b = buckets->of_unit[z->visits[visit]];
     for (int i = visit + 1; i < z->num_visits; i++) {
         int next = buckets->of_unit[z->visits[i]];
-        if (next != b && bucket_in_ring(buckets, next)) return buckets->slot[next] != buckets->slot[b] ? next : -1;
+        if (next != b && bucket_is_buffered(buckets, next)) return buckets->buffer[next] != buckets->buffer[b] ? next : -1;
     }
     return -1;
 }
@@ -326,22 +326,22 @@ static void zero_params_begin(Zero* z, int u)
     int b = buckets->of_unit[u];
     if (u == z->visits[0]) z->visit = 0;
     assert(z->visits[z->visit] == u);
-    if (bucket_in_ring(buckets, b)) ring_gather(z, b);
+    if (bucket_is_buffered(buckets, b)) buffer_gather(z, b);
     wait_for_ranks(z, z->params_ready[b]);   // the bucket has arrived
-    int next = next_ring_bucket(z, z->visit++);
-    if (bucket_in_ring(buckets, next)) ring_gather(z, next);
+    int next = next_buffered_bucket(z, z->visit++);
+    if (bucket_is_buffered(buckets, next)) buffer_gather(z, next);
 }
 
 /* After passes outside of steps: what they leave in the ring is gathered again, so that every step sends the same. */
-static void zero_ring_forget(Zero* z)
+static void zero_cache_clear(Zero* z)
 {
-    for (int k = 0; k < RING_SIZE; k++) z->held[k] = -1;
+    for (int k = 0; k < UNIT_BUFFERS; k++) z->cached_bucket[k] = -1;
 }
 
 /* The slices have changed: whoever keeps whole units gets them anew, the ring is out of date. */
 static void zero_params_changed(Zero* z, int b)
 {
-    if (bucket_in_ring(&z->param_buckets, b)) z->held[z->param_buckets.slot[b]] = -1;
+    if (bucket_is_buffered(&z->param_buckets, b)) z->cached_bucket[z->param_buckets.buffer[b]] = -1;
     else if (zero_slices_states(z)) bucket_gather(z, b);
     else bucket_round(z, b, z->compute);
 }
@@ -371,7 +371,7 @@ static void zero_step_begin(Zero* z)
 {
     CUDA_CHECK(cudaMemsetAsync(z->step_sums, 0, NUM_STEP_SUMS * sizeof(double), z->compute));
     for (int u = 0; u < z->shard->num_units; u++)
-        if (!unit_in_ring(&z->grad_buckets, u) && !unit_folds(z, u)) gradient_clear(z, u);
+        if (!unit_is_buffered(&z->grad_buckets, u) && !unit_accumulates(z, u)) gradient_clear(z, u);
 }
 
 /* Before the backward of unit u: its buffer is clear, to be added to on the compute stream. */
@@ -379,9 +379,9 @@ static float* zero_gradient_begin(Zero* z, int u)
 {
     const Buckets* buckets = &z->grad_buckets;
     int b = buckets->of_unit[u];
-    if (bucket_in_ring(buckets, b) || unit_folds(z, u)) {
-        if (bucket_in_ring(buckets, b) && u == buckets->first_unit[b + 1] - 1)   // the bucket two above has been sent
-            wait_for_ranks(z, z->grad_ring_free[buckets->slot[b]]);
+    if (bucket_is_buffered(buckets, b) || unit_accumulates(z, u)) {
+        if (bucket_is_buffered(buckets, b) && u == buckets->first_unit[b + 1] - 1)   // the bucket two above has been sent
+            wait_for_ranks(z, z->grad_buffer_free[buckets->buffer[b]]);
         gradient_clear(z, u);
     }
     return z->unit_grads[u];
@@ -393,7 +393,7 @@ static Values unit_sent(const Zero* z, int u)
     Values kept = z->whole_grads[u];
     Dtype sent = unit_storage(z, u).sent;
     if (kept.dtype == sent || z->comm->num_ranks == 1) return kept;
-    return values_from(Values{z->sent, sent, nullptr}, unit_ring_offset(&z->grad_buckets, z->shard, u));
+    return values_from(Values{z->sent, sent, nullptr}, unit_buffer_offset(&z->grad_buckets, z->shard, u));
 }
 
 /* Does NCCL's sum over ranks go where it is kept? Not if it is to be added, is of another type or in host memory. */
@@ -441,11 +441,11 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
 {
     const Buckets* buckets = &z->grad_buckets;
     int b = buckets->of_unit[u], end = buckets->first_unit[b + 1];
-    bool boundary = micro == num_micro - 1, in_ring = bucket_in_ring(buckets, b), adds = in_ring && micro > 0;
-    if (unit_folds(z, u))
+    bool boundary = micro == num_micro - 1, buffered = bucket_is_buffered(buckets, b), adds = buffered && micro > 0;
+    if (unit_accumulates(z, u))
         values_sum(z->whole_grads[u], values_of(z->unit_grads[u]), 1, z->shard->units[u].range.count, micro > 0,
                    z->compute);
-    if (u != buckets->first_unit[b] || (!boundary && !in_ring)) return;
+    if (u != buckets->first_unit[b] || (!boundary && !buffered)) return;
     stream_wait(z->reduce, z->compute, z->edge, "the bucket's gradient is complete");
     CommunicationScope communication(z->reduce, z->comm->num_ranks > 1);
     OP_GROUP("reduce_gradients", comm_kind(z->comm), z->reduce);
@@ -457,11 +457,11 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
     for (int i = u; i < end; i++) unit_reduce(z, i, adds);
     if (!one_by_one) comm_group_end(z->comm);
     for (int i = u; i < end; i++) unit_keep_reduced(z, i, adds);
-    if (in_ring) CUDA_CHECK(cudaEventRecord(z->grad_ring_free[buckets->slot[b]], z->reduce));
+    if (buffered) CUDA_CHECK(cudaEventRecord(z->grad_buffer_free[buckets->buffer[b]], z->reduce));
 }
 
 // ------------------------------------------------------------------------------------------------- host and device
-/* out (count <= BOUNCE_ELEMS, pinned) = the floats of a state from element `flat` of unit u on. Synchronises. */
+/* out (count <= STAGING_ELEMS, pinned) = the floats of a state from element `flat` of unit u on. Synchronises. */
 static void zero_state_to_host(Zero* z, int state, int u, size_t flat, size_t count, float* out)
 {
     Values from = zero_state(z, state, u, flat);
@@ -469,10 +469,10 @@ static void zero_state_to_host(Zero* z, int state, int u, size_t flat, size_t co
     size_t size_bytes = count * dtype_bytes(from.dtype);
     CUDA_CHECK(cudaMemcpyAsync(to, from.at, size_bytes, cudaMemcpyDefault, z->compute));
     if (from.low != nullptr)
-        CUDA_CHECK(cudaMemcpyAsync(z->halves + BOUNCE_ELEMS, from.low, size_bytes, cudaMemcpyDefault, z->compute));
+        CUDA_CHECK(cudaMemcpyAsync(z->halves + STAGING_ELEMS, from.low, size_bytes, cudaMemcpyDefault, z->compute));
     CUDA_CHECK(cudaStreamSynchronize(z->compute));
     if (from.dtype == Dtype::FP32) return;
-    const Values halves = {z->halves, from.dtype, from.low != nullptr ? z->halves + BOUNCE_ELEMS : nullptr};
+    const Values halves = {z->halves, from.dtype, from.low != nullptr ? z->halves + STAGING_ELEMS : nullptr};
     for (size_t i = 0; i < count; i++) out[i] = value_load(halves, i);
 }
 
@@ -482,7 +482,7 @@ static void zero_state_from_host(Zero* z, int state, int u, size_t flat, size_t 
     Values to = zero_state(z, state, u, flat);
     void* from = to.dtype == Dtype::FP32 ? (void*)values : z->halves;
     size_t size_bytes = count * dtype_bytes(to.dtype);
-    const Values halves = {z->halves, to.dtype, to.low != nullptr ? z->halves + BOUNCE_ELEMS : nullptr};
+    const Values halves = {z->halves, to.dtype, to.low != nullptr ? z->halves + STAGING_ELEMS : nullptr};
     for (size_t i = 0; i < (to.dtype == Dtype::FP32 ? 0 : count); i++) value_store(halves, i, values[i]);
     CUDA_CHECK(cudaMemcpyAsync(to.at, from, size_bytes, cudaMemcpyDefault, z->compute));
     if (to.low != nullptr)

@@ -106,10 +106,10 @@ static void plan_muon(Zero* z, Plan* plan)
     for (int t = 0; t < s->num_tensors; t++) {
         const Tensor* tensor = &s->tensors[t];
         if (!tensor->hidden) continue;
-        int at = m->num_tensors++;
-        for (; at > 0 && tensor_elems(&s->tensors[m->tensors[at - 1]]) < tensor_elems(tensor); at--)
-            m->tensors[at] = m->tensors[at - 1];
-        m->tensors[at] = t;
+        int idx = m->num_tensors++;
+        for (; idx > 0 && tensor_elems(&s->tensors[m->tensors[idx - 1]]) < tensor_elems(tensor); idx--)
+            m->tensors[idx] = m->tensors[idx - 1];
+        m->tensors[idx] = t;
         size_t elems = tensor_elems(tensor), cols = tensor->shape[1] / tensor->num_fused;
         size_t side = tensor->shape[0] < cols ? tensor->shape[0] : cols;
         if (elems > whole) whole = elems;
@@ -156,14 +156,14 @@ static void muon_move(Zero* z, int idx, bool back)
         Range part = muon_part(z, t, i);
         if (part.count == 0 || i == owner || (rank != owner && rank != i)) continue;
         bool receives = (rank == owner) != back;
-        float* at = rank == owner ? m->whole + (part.first - t->first) : muon_grad(z, t, part.first);
-        if (receives) comm_receive(z->comm, at, part.count, rank == owner ? i : owner, z->compute);
-        else comm_send(z->comm, at, part.count, rank == owner ? i : owner, z->compute);
+        float* data = rank == owner ? m->whole + (part.first - t->first) : muon_grad(z, t, part.first);
+        if (receives) comm_receive(z->comm, data, part.count, rank == owner ? i : owner, z->compute);
+        else comm_send(z->comm, data, part.count, rank == owner ? i : owner, z->compute);
     }
     Range own = muon_part(z, t, rank);
     if (rank != owner || own.count == 0) return;
-    float *place = m->whole + (own.first - t->first), *grad = muon_grad(z, t, own.first);
-    CUDA_CHECK(cudaMemcpyAsync(back ? grad : place, back ? place : grad, own.count * sizeof(float),
+    float *whole = m->whole + (own.first - t->first), *grad = muon_grad(z, t, own.first);
+    CUDA_CHECK(cudaMemcpyAsync(back ? grad : whole, back ? whole : grad, own.count * sizeof(float),
                                cudaMemcpyDeviceToDevice, z->compute));
 }
 
@@ -213,7 +213,7 @@ static void plan_phase(Zero* z, Plan* plan)
 }
 
 /* Bytes that this rank sends for it in a step. */
-static size_t phase_wire_bytes(const Zero* z)
+static size_t phase_sent_bytes(const Zero* z)
 {
     const Shard* s = z->shard;
     const TensorPhase phase = z->optimizer->phase;

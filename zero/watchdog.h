@@ -11,7 +11,7 @@
 #include <pthread.h>
 #include "data/error.h"
 
-enum { WATCH_STREAMS = 4, WATCH_ASKED = 4096 };
+enum { WATCH_STREAMS = 4, WATCH_ENQUEUED = 4096 };
 
 /* One per rank of the host, a cache line each, in shared memory of any content. */
 typedef struct alignas(64) Beat {
@@ -26,17 +26,17 @@ typedef struct alignas(64) Beat {
 static const unsigned long long BEAT_IS_SET = 0x74726f676e696874ull;
 
 /* A collective on a stream. They are numbered from 1. */
-typedef struct Asked { const char* name; size_t elems; int stream_idx; } Asked;
+typedef struct Enqueued { const char* name; size_t elems; int stream_idx; } Enqueued;
 
 typedef struct Watch {
     Beat* beats;                // (num_beats)
     int num_beats, own;
     double timeout_s;           // 0: never
-    const char* volatile place; // what the main thread does
+    const char* volatile activity; // what the main thread does
     volatile size_t elems, step;
     size_t num_host_calls;      // in which this host waits for other ranks
-    Asked asked[WATCH_ASKED];   // the newest; number k is at k % WATCH_ASKED
-    volatile unsigned long long num_asked;
+    Enqueued enqueued[WATCH_ENQUEUED];   // the newest; number k is at k % WATCH_ENQUEUED
+    volatile unsigned long long num_enqueued;
     const unsigned long long* volatile progress;   // (WATCH_STREAMS) the newest that is complete on each stream
     volatile bool idle;         // the main thread waits for work: only others that give no sign of life count
     volatile bool stops;
@@ -59,10 +59,10 @@ static double watch_now_s(void)
 }
 
 /* The main thread is at another place. */
-static void watch_move(Watch* w, const char* place, size_t elems)
+static void watch_move(Watch* w, const char* activity, size_t elems)
 {
     if (w == nullptr) return;
-    w->place = place;
+    w->activity = activity;
     w->elems = elems;
     w->beats[w->own].moved_s = watch_now_s();
 }
@@ -77,22 +77,22 @@ static void watch_collective(Watch* w, const char* name, size_t elems)
 }
 
 /* The main thread gives a stream a collective; returns its number. */
-static unsigned long long watch_asks(Watch* w, const char* name, size_t elems, int stream_idx)
+static unsigned long long watch_enqueued(Watch* w, const char* name, size_t elems, int stream_idx)
 {
-    unsigned long long number = w->num_asked + 1;
-    w->asked[number % WATCH_ASKED] = Asked{name, elems, stream_idx};
-    w->num_asked = number;
+    unsigned long long number = w->num_enqueued + 1;
+    w->enqueued[number % WATCH_ENQUEUED] = Enqueued{name, elems, stream_idx};
+    w->num_enqueued = number;
     return number;
 }
 
 /* The oldest collective that is not complete; null if there is none. Streams write while this thread reads. */
-__attribute__((no_sanitize("thread"))) static const Asked* watch_oldest(const Watch* w)
+__attribute__((no_sanitize("thread"))) static const Enqueued* watch_oldest(const Watch* w)
 {
     const volatile unsigned long long* progress = w->progress;
-    unsigned long long end = w->num_asked, number = end < WATCH_ASKED ? 1 : end - WATCH_ASKED + 1;
+    unsigned long long end = w->num_enqueued, number = end < WATCH_ENQUEUED ? 1 : end - WATCH_ENQUEUED + 1;
     for (; progress != nullptr && number <= end; number++) {
-        const Asked* asked = &w->asked[number % WATCH_ASKED];
-        if (progress[asked->stream_idx] < number) return asked;
+        const Enqueued* enqueued = &w->enqueued[number % WATCH_ENQUEUED];
+        if (progress[enqueued->stream_idx] < number) return enqueued;
     }
     return nullptr;
 }
@@ -103,13 +103,13 @@ static int watch_text(const Watch* w, const char* why, char* line, size_t size)
     double now = watch_now_s();
     const Beat* own = &w->beats[w->own];
     size_t elems = w->elems;
-    const char* place = w->place;
-    const Asked* oldest = watch_oldest(w);
-    if (oldest != nullptr) { place = oldest->name; elems = oldest->elems; }
+    const char* activity = w->activity;
+    const Enqueued* oldest = watch_oldest(w);
+    if (oldest != nullptr) { activity = oldest->name; elems = oldest->elems; }
     char of[40] = "";
     if (elems > 0) snprintf(of, sizeof of, " of %zu elements", elems);
     int n = snprintf(line, size, "train_gpt: rank %d: %s: step %zu, in %s%s since %.1f s", own->rank, why, w->step,
-                     place, of, now - own->moved_s);
+                     activity, of, now - own->moved_s);
     for (int i = 0; i < w->num_beats && n < (int)size; i++) {
         const Beat* b = watch_beat(w, i);
         if (b == nullptr) continue;

@@ -91,15 +91,15 @@ static void state_read(Zero* z, int state, const Tensor* t, const SafeTensors* f
         if (!sends && owner != c->rank) continue;
         Range part = tensor_part(t, shard_slice(z->shard, t->unit, owner));
         for (size_t done = 0, n; done < part.count; done += n) {
-            n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
-            size_t first = tensor_file_place(t, part.first) + done;
+            n = part.count - done < STAGING_ELEMS ? part.count - done : STAGING_ELEMS;
+            size_t first = tensor_file_offset(t, part.first) + done;
             if (reader == c->rank) {
-                safetensors_read_f32(files, st, first, n, z->bounce);
-                if (sum != nullptr) *sum += tensor_sum(z->bounce, first, n);
+                safetensors_read_f32(files, st, first, n, z->staging);
+                if (sum != nullptr) *sum += tensor_sum(z->staging, first, n);
             }
-            if (sends) comm_broadcast_host(c, z->bounce, n * sizeof(float), reader);
+            if (sends) comm_broadcast_host(c, z->staging, n * sizeof(float), reader);
             if (!sliced || owner == c->rank)
-                zero_state_from_host(z, state, t->unit, part.first + done, n, z->bounce);
+                zero_state_from_host(z, state, t->unit, part.first + done, n, z->staging);
         }
     }
 }
@@ -170,9 +170,9 @@ static void weights_write_slices(Zero* z, const SafeTensors* files)
         watch_move(z->comm->watch, "writing a tensor", tensor_elems(t));
         Range part = tensor_part(t, shard_slice(s, t->unit, z->comm->rank));
         for (size_t done = 0; done < part.count; ) {
-            size_t n = part.count - done < BOUNCE_ELEMS ? part.count - done : BOUNCE_ELEMS;
-            zero_state_to_host(z, STATE_WEIGHTS, t->unit, part.first + done, n, z->bounce);
-            safetensors_write_f32(files, st, tensor_file_place(t, part.first) + done, n, z->bounce);
+            size_t n = part.count - done < STAGING_ELEMS ? part.count - done : STAGING_ELEMS;
+            zero_state_to_host(z, STATE_WEIGHTS, t->unit, part.first + done, n, z->staging);
+            safetensors_write_f32(files, st, tensor_file_offset(t, part.first) + done, n, z->staging);
             done += n;
         }
     }
