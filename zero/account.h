@@ -1,12 +1,12 @@
-/* account.h: what can be said of a run without changing it: the bytes that a step sends, by the same arithmetic as the
- * collectives, and hashes of what the ranks hold. */
+/* account.h: measures of a run that do not change it: the bytes that a step sends, by the same arithmetic as the
+ * collectives, and hashes of the ranks' state. */
 #pragma once
 #include "update.h"
 
 /* Bytes this rank sends in one step, by the same arithmetic as the collectives. */
 typedef struct SentBytes { size_t gradients, parameters, sums, optimizer; } SentBytes;
 
-/* Elements that the ring gathers in one step: zero_params_begin without doing it. */
+/* Elements that are gathered into the double buffer in one step: a dry run of zero_params_begin. */
 static size_t buffered_gather_elems(const Zero* z)
 {
     const Buckets* buckets = &z->param_buckets;
@@ -43,7 +43,7 @@ static SentBytes zero_sent_bytes(const Zero* z)
     return bytes;
 }
 
-/* Parameters are in place, and the sum is 0. */
+/* Before hashing: all parameters are gathered, the sum is 0. */
 static void hash_begin(Zero* z)
 {
     zero_params_settle(z);
@@ -82,7 +82,7 @@ static unsigned long long zero_state_hash(Zero* z)
     return hash_end(z);
 }
 
-/* Of what every rank must hold alike: whole parameters, and at stage 0 the moments. Synchronises. */
+/* Hash of what must be equal on every rank: whole parameters, and at stage 0 the moments. Synchronises. */
 static unsigned long long zero_replica_hash(Zero* z)
 {
     const Shard* shard = z->shard;

@@ -1,9 +1,9 @@
-/* buckets.h: which units are sent together, and in which ring buffer they lie. Integer arithmetic only, as shard.h.
- * A bucket is one or more neighbouring units, always whole: it takes units as long as their sum does not pass
- * bucket_elems, and at least one. Units that are kept whole in a place of their own never share a bucket with units
- * that go through the ring. Ring buckets use two buffers in turn:
+/* buckets.h: which units are sent together, and which buffer of the double buffer they use. Integer arithmetic only, as
+ * in shard.h. A bucket is one or more neighbouring whole units, at most bucket_elems elements unless one unit alone has
+ * more. Persistent units have memory of their own and never share a bucket with buffered ones. Buffered buckets use two
+ * buffers in turn:
  *
- *      units      0 | 1   2 | 3   4 | 5   6 | 7          0 and 7 are kept
+ *      units      0 | 1   2 | 3   4 | 5   6 | 7          0 and 7 are persistent
  *      buckets    0 |   1   |   2   |   3   | 4
  *      buffer     - |   0   |   1   |   0   | -                                                                    */
 #pragma once
@@ -15,9 +15,9 @@ typedef struct Buckets {
     int num_buckets;
     int* first_unit;        // (num_buckets + 1)
     int* of_unit;           // (num_units)
-    int* buffer;              // (num_buckets) ring buffer, or NOT_BUFFERED
-    size_t buffer_elems;      // the largest bucket in the ring
-    int num_buffers;          // ring buffers in use, at most UNIT_BUFFERS
+    int* buffer;            // (num_buckets) 0 or 1, or NOT_BUFFERED
+    size_t buffer_elems;    // of the largest buffered bucket
+    int num_buffers;        // in use, at most UNIT_BUFFERS
 } Buckets;
 
 static inline Range bucket_range(const Buckets* b, const Shard* s, int bucket)
@@ -26,7 +26,7 @@ static inline Range bucket_range(const Buckets* b, const Shard* s, int bucket)
     return Range{first.first, last.first + last.count - first.first};
 }
 
-/* kept (num_units): not through the ring. */
+/* kept (num_units): which units are not buffered. */
 static void buckets_build(Buckets* b, const Shard* s, const bool* kept, size_t bucket_elems)
 {
     *b = Buckets{};
@@ -64,7 +64,7 @@ static inline bool bucket_is_buffered(const Buckets* b, int bucket)
 }
 static inline bool unit_is_buffered(const Buckets* b, int unit) { return bucket_is_buffered(b, b->of_unit[unit]); }
 
-/* Where `unit` lies in its ring buffer. */
+/* Offset of `unit` in its buffer. */
 static inline size_t unit_buffer_offset(const Buckets* b, const Shard* s, int unit)
 {
     return s->units[unit].range.first - s->units[b->first_unit[b->of_unit[unit]]].range.first;

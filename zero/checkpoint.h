@@ -2,17 +2,17 @@
  *   OUT/step_00000010/config.json            the model
  *                     model.safetensors      weights (the fp32 master where there is one), HF names and shapes
  *                     optimizer.safetensors  NAME.m, NAME.v ... for each tensor, fp32: the optimizer's states
- *                     state.json             step, data position, counters, what the run was: RunState; and checksums
+ *                     state.json             step, data position, counters, settings (RunState), and checksums
  *                     tokenizer.json         if there is one
- * Any rank count and stage resumes any other: each rank reads its slice, and at stage 0 gets those of the others from
- * them. How it is written, while training goes on, is in save.h. A folder that is called step_N and nothing more is
- * complete; without state.json it was changed since, and is damaged.
+ * Any rank count and stage resumes any other: each rank reads its slice, and at stage 0 receives the other slices from
+ * the ranks that read them. save.h writes checkpoints while training continues. A folder named exactly step_N is
+ * complete; if its state.json is missing it is damaged.
  *
  * Checksums, in state.json, each 16 hex digits:
  *   "tensors"  of every tensor of both files: tensor_sum (weights.h), the same for any number of ranks
  *   "files"    size and fnv1a64 of every other file; of a .safetensors file, of its header
  *   "check"    fnv1a64 of state.json without this line
- * so that any bit of the folder is looked after. A checkpoint of format 1 has none. */
+ * so that a changed bit anywhere in the folder is found. A checkpoint of format 1 has no checksums. */
 #pragma once
 #include "init.h"
 #include "weights.h"
@@ -26,15 +26,15 @@ typedef struct RunState {
     int num_good_steps, hysteresis_left;
     unsigned long long seed;
     size_t seq_len, global_batch;
-    bool fp32_weights, fp32_moments;    // were kept to the last bit: in other storage they are rounded
+    bool fp32_weights, fp32_moments;    // were stored exactly; other storage rounds them on resume
     Spikes spikes;
-    bool val_due;                       // the validation after this step was cut short
-    char flags[2048];                   // what shapes the run, "NAME=VALUE\n" each; empty in older checkpoints
+    bool val_due;                       // a signal ended the validation after this step early
+    char flags[2048];                   // flags that are SHAPES, "NAME=VALUE\n" each; empty in older checkpoints
 } RunState;
 
 static const int STATE_NAME_BYTES = 80;
 
-/* A state's name in the files: its tensor's, and behind a dot what the optimizer calls it. */
+/* A state's name in the files: TENSOR.STATE, for example NAME.m. */
 static void state_name(char (&name)[STATE_NAME_BYTES], const Zero* z, const Tensor* t, int state)
 {
     if (state == STATE_WEIGHTS) snprintf(name, sizeof name, "%s", t->name);
@@ -100,14 +100,14 @@ static uint64_t json_hash(const cJSON* j)
     return hash;
 }
 
-/* state.json, if it and the files it tells of are as they were written; the tensors are not looked at. */
+/* state.json, after checking its checksum and those of all other files; checksums of tensors are checked on load. */
 static cJSON* checkpoint_open(const char* folder)
 {
     char path[4200], file[4200], hex[HEX_BYTES];
     snprintf(path, sizeof path, "%s/state.json", folder);
     cJSON* j = json_parse_file(path);
     long long format = json_int(j, "format", 1, JSON_MAX_INT, path);
-    if (format != 2) return j;   // load_counters refuses what is later
+    if (format != 2) return j;   // load_counters refuses later formats
     cJSON* check = cJSON_DetachItemFromObjectCaseSensitive(j, "check");
     const char* says = cJSON_IsString(check) ? check->valuestring : "nothing";
     ENSURE(strcmp(says, hex_text(json_hash(j), hex)) == 0,
@@ -128,7 +128,7 @@ static cJSON* checkpoint_open(const char* folder)
     return j;
 }
 
-// ------------------------------------------------------------------------------------------------------- which one
+// ------------------------------------------------------------------------------------------------------------ find
 /* N of "step_N", with at least 8 digits as checkpoint_path writes it; -1 for any other name. */
 static long long checkpoint_step(const char* name)
 {
@@ -139,8 +139,8 @@ static long long checkpoint_step(const char* name)
     return strcmp(again, name) == 0 ? step : -1;
 }
 
-/* Steps of the checkpoints in a run folder, from the newest, without those that have no state.json if `complete`;
- * returns how many. *steps is to be freed. */
+/* Steps of the checkpoints in a run folder, newest first; with `complete` only those that have a state.json. Returns
+ * how many. The caller frees *steps. */
 static int checkpoint_list(const char* out, bool complete, long long** steps)
 {
     int count = 0, room = 0;
@@ -171,7 +171,7 @@ static void checkpoint_path(char (&path)[4096], const char* out, size_t step, co
     ENSURE(n < (int)sizeof path, "%s: the name is too long", out);
 }
 
-/* `folder` is a checkpoint, or holds step_* folders: the one with the highest step; see checkpoint_list. */
+/* `folder` itself if it is a checkpoint, else its step_* folder with the highest step; see checkpoint_list. */
 static bool checkpoint_find(const char* folder, bool complete, char (&path)[4096])
 {
     char file[4200];
@@ -226,7 +226,7 @@ static void lines_join(char (&text)[sizeof RunState::flags], const cJSON* list)
         if (cJSON_IsString(item)) n += (size_t)snprintf(text + n, sizeof text - n, "%s\n", item->valuestring);
 }
 
-/* folder/state.json, when all other files are there. sums (NUM_STATES, num_tensors): tensor_sum of each. */
+/* Writes folder/state.json, after all other files. sums (NUM_STATES, num_tensors): tensor_sum of each. */
 static void state_json_write(const RunState* s, const Zero* z, const uint64_t* sums, const char* folder)
 {
     char path[4200], name[STATE_NAME_BYTES], hex[HEX_BYTES];
@@ -280,8 +280,8 @@ typedef struct CheckpointLoad {
     Zero* zero;
     const char* folder;
     bool tied, weights_only;
-    bool shared, reads;     // all ranks see the folder; this one reads from it
-    uint64_t* sums;         // (NUM_STATES, num_tensors) of what this rank has read, then of all
+    bool shared, reads;     // all ranks see the folder; this rank reads from it
+    uint64_t* sums;         // (NUM_STATES, num_tensors) of what this rank has read, then summed over ranks
     RunState* state;
     cJSON* json;            // state.json
     size_t read_bytes;
@@ -375,9 +375,9 @@ static void load_verify(void* arg)
     }
 }
 
-/* Weights, and unless state is null optimizer states and counters, from a checkpoint, each rank its own. False, with a
- * sentence in `why`, the same on every rank, if it is damaged; what was read is then of no use. One that is whole but
- * of another model or optimizer is refused. read_bytes: of tensors, by this rank. */
+/* Loads weights from a checkpoint and, unless state is null, optimizer states and counters; each rank reads its slices.
+ * If the checkpoint is damaged: false, the reason in `why`, the same on every rank, and what was read must not be used.
+ * A checkpoint of another model or optimizer ends the run. read_bytes: of tensors, by this rank. */
 static bool checkpoint_load(Zero* z, const char* folder, bool tied, RunState* state, size_t* read_bytes,
                             char (&why)[1024])
 {

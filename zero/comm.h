@@ -1,8 +1,8 @@
 /* comm.h: ranks and what they send each other. Every MPI and NCCL call of the program is here.
- * Collectives are enqueued on a stream and counted as they are asked for: asked_bytes is what this rank sends by the
- * bandwidth-optimal algorithms, (R-1)/R of the data once for a reduce-scatter or an all-gather, twice for an
- * all-reduce. The CPU and emulated builds count what is really sent. With one rank nothing is sent. NO_MPI and NO_NCCL
- * leave the libraries out: one rank only. */
+ * Collectives are enqueued on a stream. asked_bytes counts what this rank sends for them by the bandwidth-optimal
+ * algorithms: (R-1)/R of the data once for a reduce-scatter or an all-gather, twice for an all-reduce. The CPU and
+ * emulated builds also count what is really sent. With one rank nothing is sent. NO_MPI and NO_NCCL build without the
+ * libraries, for one rank only. */
 #pragma once
 #include <climits>
 #include <cstdint>
@@ -24,14 +24,14 @@ typedef enum { ncclUint64 = 5, ncclFloat16 = 6, ncclFloat32 = 7, ncclFloat64 = 8
 #endif
 
 typedef struct Comm {
-    int rank, num_ranks;            // in the job
+    int rank, num_ranks;            // of all
     int host_rank, host_num_ranks;  // on this host
     ncclComm_t nccl;
-    size_t asked_bytes;             // since the start
+    size_t asked_bytes;             // of all collectives enqueued since the start
     Watch* watch;                   // null with one rank
     bool in_group;                  // between comm_group_begin and _end
-    cudaStream_t streams[WATCH_STREAMS];    // that have carried collectives
-    int num_streams, stream_idx;    // the newest collective's
+    cudaStream_t streams[WATCH_STREAMS];    // that collectives were enqueued on
+    int num_streams, stream_idx;    // stream_idx: of the newest collective
     unsigned long long* progress;   // (WATCH_STREAMS) pinned: see watchdog.h
     char* pieces;                   // --deterministic: what the ranks send for one reduction; else null
 #ifndef NO_MPI
@@ -67,8 +67,8 @@ static int comm_launcher_rank(void)
     return 0;
 }
 
-/* The launcher's number of ranks, where it says one: that of another MPI starts processes that do not find one another,
- * each of which would take itself for the whole run. */
+/* Compares MPI's number of ranks with the launcher's, if an environment variable has it. A launcher of another MPI
+ * starts processes that do not find each other, and each would train as the only rank. */
 static void comm_check_launcher(const Comm* c)
 {
     for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}) {
@@ -85,8 +85,8 @@ static void comm_check_launcher(const Comm* c)
     }
 }
 
-/* Ranks that have not found each other have no watch yet. The launcher ends the others when one has left; rank 0 is
- * heard first. */
+/* Timeout of MPI_Init, before the watchdog runs. The launcher ends the other ranks when one exits; the others sleep
+ * first, so that rank 0's message is the one printed. */
 static void start_on_alarm(int)
 {
     if (die_rank != 0) usleep((2000 + 100 * (die_rank % 20)) * 1000);
@@ -97,7 +97,7 @@ static void start_on_alarm(int)
     _exit(1);
 }
 
-/* Seconds from now on, 0: no more. Ranks take a while to start: never less than 10. */
+/* Sets the alarm, 0: cancels it. At least 10 s, since ranks need time to start. */
 static void start_alarm(double timeout_s)
 {
     signal(SIGALRM, timeout_s > 0 ? start_on_alarm : SIG_DFL);
@@ -110,7 +110,7 @@ static void comm_init(Comm* c, double timeout_s)
     c->num_ranks = c->host_num_ranks = 1;
 #ifndef NO_MPI
     start_alarm(timeout_s);
-    // A library that spins while it waits starves the ranks it waits for when there are more of them than cores.
+    // With more ranks than cores, a rank that spins while it waits takes the core of the rank it waits for.
     setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
     MPI_CHECK(MPI_Init(nullptr, nullptr));
     MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &c->rank));
@@ -125,12 +125,12 @@ static void comm_init(Comm* c, double timeout_s)
     comm_check_launcher(c);
 }
 
-/* From here on a hang ends with a message that says where. */
+/* Starts the watchdog: from here on a hang ends the run with a message that says where. */
 static void comm_watch(Comm* c, double timeout_s)
 {
 #ifndef NO_MPI
     if (c->num_ranks == 1) return start_alarm(0);
-    char* base;                                    // one more than there are ranks: it need not be aligned as they are
+    char* base;                                    // of one Beat more than ranks: MPI may not align it for Beat
     MPI_Aint size_bytes = (MPI_Aint)sizeof(Beat) * (c->host_rank == 0 ? 2 : 1);
     int unit_bytes;
     MPI_CHECK(MPI_Win_allocate_shared(size_bytes, 1, MPI_INFO_NULL, c->host, &base, &c->beats));
@@ -193,7 +193,7 @@ static void comm_barrier(const Comm* c)
     watch_move(c->watch, "what follows a barrier", 0);
 }
 
-/* This rank waits for work, or for the rank that has all of it: no --timeout for that. */
+/* While a rank waits for work, or for the one rank that has all of it, --timeout does not apply. */
 static void comm_idle(const Comm* c, bool idle)
 {
     if (c->watch == nullptr) return;
@@ -220,7 +220,7 @@ static void comm_broadcast_host(const Comm* c, void* data, size_t size_bytes, in
 #endif
 }
 
-/* From one host to another, while the other receives. */
+/* Host memory of one rank to another rank, which calls comm_receive_host. */
 static void comm_send_host(const Comm* c, const void* data, size_t size_bytes, int to)
 {
     (void)c; (void)data; (void)size_bytes; (void)to;
@@ -270,7 +270,7 @@ static void comm_gather_host(const Comm* c, void* all, const void* own, size_t s
 #endif
 }
 
-/* How often the host has waited since the start: for its device (not counted on a GPU), and for other ranks. */
+/* Host synchronizations since the start: with the device (not counted on a GPU), and with other ranks. */
 static size_t comm_host_waits(const Comm* c)
 {
     size_t num_waits = c->watch != nullptr ? c->watch->num_host_calls : 0;
@@ -280,14 +280,14 @@ static size_t comm_host_waits(const Comm* c)
     return num_waits;
 }
 
-/* The texts of all ranks, without zero bytes, one after another into rank 0's file; ferror(f) has what went wrong. */
+/* Writes the texts of all ranks, in rank order, into rank 0's file f. The caller checks ferror(f). */
 static void comm_texts_in_turn(const Comm* c, FILE* f, const char* text, size_t length, const char* between)
 {
     if (c->rank == 0) fprintf(f, "%.*s", (int)length, text);
 #ifndef NO_MPI
     const size_t PIECE_BYTES = 1 << 20;
     if (c->rank > 0) {
-        for (size_t done = 0; done <= length; done += PIECE_BYTES) {     // one that is not full is the last
+        for (size_t done = 0; done <= length; done += PIECE_BYTES) {     // a piece that is not full is the last
             size_t n = length - done < PIECE_BYTES ? length - done : PIECE_BYTES;
             MPI_CHECK(MPI_Send(text + done, (int)n, MPI_BYTE, 0, 0, MPI_COMM_WORLD));
         }
@@ -309,7 +309,7 @@ static void comm_texts_in_turn(const Comm* c, FILE* f, const char* text, size_t 
 #endif
 }
 
-/* Is all well on every rank? If not, `why` is that of the first rank where it is not, on all of them. */
+/* Whether `well` holds on every rank. If not, every rank gets the `why` of the first rank that failed. */
 static bool comm_all_well(const Comm* c, bool well, char (&why)[1024])
 {
     int failed_rank = -(int)comm_max_host(c, well ? -c->num_ranks : -c->rank);
@@ -322,7 +322,7 @@ static bool comm_all_well(const Comm* c, bool well, char (&why)[1024])
     return failed_rank == c->num_ranks;
 }
 
-/* All ranks must have come with the same value: command line, data, order of collectives. */
+/* All ranks must have the same value: a hash of command line, data, ... */
 static void comm_ensure_same(const Comm* c, uint64_t value, const char* what)
 {
     uint64_t rank_0 = value;
@@ -332,25 +332,25 @@ static void comm_ensure_same(const Comm* c, uint64_t value, const char* what)
            what);
 }
 
-/* The same of what every rank holds whole, while training. */
+/* The same during training, for a hash of what every rank stores whole. */
 static void comm_ensure_replica(const Comm* c, uint64_t hash, size_t step)
 {
     uint64_t rank_0 = hash;
     comm_broadcast_host(c, &rank_0, sizeof rank_0);
     ENSURE(rank_0 == hash,
            "--check-replicas: after step %zu rank %d holds other parameters than rank 0 (hash %016llx, not %016llx): "
-           "a broken card or link; go on from the last checkpoint without it", step, c->rank,
+           "a faulty GPU or link; resume from the last checkpoint without it", step, c->rank,
            (unsigned long long)hash, (unsigned long long)rank_0);
 }
 
-/* What rank 0 sends when each rank holds n elements of n*R (reduce-scatter, all-gather), and for an all-reduce of n. */
+/* Bytes that a rank sends for a reduce-scatter or all-gather of R*n elements, and rank 0 for an all-reduce of n. */
 static inline size_t comm_scatter_bytes(const Comm* c, size_t n, size_t elem_bytes)
 {
     return (c->num_ranks - 1) * n * elem_bytes;
 }
 static inline size_t comm_all_reduce_bytes(const Comm* c, size_t n, size_t elem_bytes)
 {
-    size_t own = ceil_div(n, c->num_ranks);   // summed here: the rest is sent to its owners, then this to all
+    size_t own = ceil_div(n, c->num_ranks);   // rank 0 sums these: it sends the others to their owners, then its sum to all
     return (n - own + (c->num_ranks - 1) * own) * elem_bytes;
 }
 
@@ -359,13 +359,13 @@ static inline size_t nccl_type_bytes(ncclDataType_t type)
     return type == ncclFloat32 ? 4 : type == ncclFloat64 || type == ncclUint64 ? 8 : 2;
 }
 
-/* From when c->progress is there until it goes: the watchdog may look. */
+/* Whether the watchdog may read c->progress: while it is allocated. */
 static void comm_shows_progress(const Comm* c, bool shows)
 {
     if (c->watch != nullptr) c->watch->progress = shows ? c->progress : nullptr;
 }
 
-/* Before a collective of n elements is given to a stream. */
+/* Before a collective of n elements is enqueued. */
 static void comm_enqueue_begin(Comm* c, const char* name, size_t n, cudaStream_t stream)
 {
     watch_collective(c->watch, name, n);
@@ -378,7 +378,7 @@ static void comm_enqueue_begin(Comm* c, const char* name, size_t n, cudaStream_t
     watch_enqueued(c->watch, name, n, idx);
 }
 
-/* Behind it; a collective of a group is under way until the group ends. */
+/* After it; collectives of a group count as enqueued when the group ends. */
 static void comm_enqueue_end(const Comm* c, const char* activity, size_t n)
 {
     if (c->in_group || c->watch == nullptr) return;
@@ -387,7 +387,7 @@ static void comm_enqueue_end(const Comm* c, const char* activity, size_t n)
     progress_mark(c->progress + c->stream_idx, c->watch->num_enqueued, c->streams[c->stream_idx]);
 }
 
-/* With one rank what moves stays here. */
+/* With one rank collectives are copies on the device. */
 static SpanKind comm_kind(const Comm* c) { return c->num_ranks > 1 ? SpanKind::COMMUNICATION : SpanKind::COMPUTE; }
 
 /* data (n) = sum over ranks, in place. */
@@ -412,8 +412,8 @@ static ncclDataType_t dtype_nccl(Dtype dtype)
     return dtype == Dtype::FP32 ? ncclFloat32 : dtype == Dtype::BF16 ? ncclBfloat16 : ncclFloat16;
 }
 
-/* The pieces (R,n) of this rank's slice from all ranks, then their sum in fp32 in rank order: the same bits however
- * NCCL would have gone about it. */
+/* --deterministic: receives this rank's slice of every rank as pieces (R,n) and sums them in fp32 in rank order, so
+ * that the bits do not depend on NCCL's algorithm. */
 static void comm_reduce_in_order(Comm* c, Values out, Values inp, size_t n, bool adds, cudaStream_t stream)
 {
     const Values pieces = {c->pieces, inp.dtype, nullptr};
@@ -433,8 +433,8 @@ static void comm_reduce_in_order(Comm* c, Values out, Values inp, size_t n, bool
     values_sum(out, pieces, c->num_ranks, n, adds, stream);
 }
 
-/* out (n) = sum over ranks of their inp[rank*n ...]; inp is (R*n). `out` may be inp + rank*n. With pieces, `out` may
- * have another type, and may be added to; without, it is of inp's type and is written. */
+/* out (n) = sum over ranks of their inp[rank*n ...]; inp is (R*n). `out` may be inp + rank*n. With --deterministic
+ * `out` may have another type and may be added to; otherwise it has inp's type and is overwritten. */
 static void comm_reduce_scatter(Comm* c, Values out, Values inp, size_t n, bool adds, cudaStream_t stream)
 {
     if (n == 0) return;
@@ -474,7 +474,7 @@ static void comm_all_gather(Comm* c, void* data, const void* own, size_t n, nccl
     comm_enqueue_end(c, "what follows ncclAllGather", n);
 }
 
-/* n floats from one rank to another; both within a group. */
+/* n floats from one rank to another; call both within a group. */
 static void comm_send(Comm* c, const float* data, size_t n, int to, cudaStream_t stream)
 {
     COMM_OP(stream, n * sizeof(float), n);
@@ -496,7 +496,7 @@ static void comm_receive(Comm* c, float* data, size_t n, int from, cudaStream_t 
 #endif
 }
 
-/* Collectives between the two are sent together. */
+/* Collectives between begin and end are sent together. */
 static void comm_group_begin(Comm* c)
 {
     c->in_group = true;

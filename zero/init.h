@@ -17,7 +17,7 @@ static inline uint64_t fnv1a64(const void* data, size_t size_bytes, uint64_t has
     return hash;
 }
 
-/* out (count) = elements first.. of tensor t, the whole one. */
+/* out (count) = elements first, first + 1, ... of tensor t; counted in the whole tensor if t is a piece. */
 static void tensor_init(float* out, const Tensor* t, size_t first, size_t count, uint64_t seed)
 {
     uint64_t key = fnv1a64(t->name, strlen(t->name)) ^ mix64(seed + GOLDEN_GAMMA);

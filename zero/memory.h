@@ -1,5 +1,5 @@
-/* memory.h: every buffer of ZeRO in the plan (zero_plan); once they are allocated, where each unit is in them, and the
- * streams (zero_start); their end (zero_free, zero_optimizer_free). */
+/* memory.h: adds every buffer of ZeRO to the plan (zero_plan); after allocation finds each unit's memory and creates
+ * streams and events (zero_start); frees them (zero_free, zero_optimizer_free). */
 #pragma once
 #include "update.h"
 
@@ -23,7 +23,7 @@ static void plan_gradients(Zero* z, Plan* plan)
     for (int b = 0; b < buckets->num_buckets; b++) largest = max_count(largest, bucket_range(buckets, s, b).count);
     if (zero_slices_grads(z)) {
         for (int k = 0; k < buckets->num_buffers; k++)
-            plan_add(plan, "gradients, ring of whole units", D, &z->grad_buffers[k], buckets->buffer_elems);
+            plan_add(plan, "gradients, double buffer", D, &z->grad_buffers[k], buckets->buffer_elems);
         plan_add(plan, "gradients, embeddings and head", D, &z->persistent_grads, persistent);
         plan_add(plan, "gradients, slice", zero_place(z, OFFLOAD_GRADIENTS), &z->grad_slices,
                  values_bytes(s->num_elems / s->num_ranks, z->storage.grads, num_fp32_states(z)));
@@ -46,17 +46,17 @@ static void plan_params(Zero* z, Plan* plan)
         if (unit_is_buffered(&z->param_buckets, u)) slices += s->units[u].range.count / s->num_ranks;
         else kept += s->units[u].range.count;
     }
-    plan_add(plan, z->stage == 3 ? "parameters kept whole" : "parameters", Place::DEVICE, &z->params, kept);
+    plan_add(plan, z->stage == 3 ? "persistent parameters" : "parameters", Place::DEVICE, &z->params, kept);
     if (fp32 > 0) plan_add(plan, "parameters in fp32", Place::DEVICE, &z->fp32_params, fp32);
     if (fp32 > 0 && z->rounds_fp32)
         plan_add(plan, "parameters in fp32, rounded", Place::DEVICE, &z->fp32_rounded, fp32);
     if (slices > 0) plan_add(plan, "parameters, slice", zero_place(z, OFFLOAD_PARAMETERS), &z->param_slices, slices);
     for (int k = 0; k < z->param_buckets.num_buffers; k++)
-        plan_add(plan, "parameters, ring of whole units", Place::DEVICE, &z->param_buffers[k],
+        plan_add(plan, "parameters, double buffer", Place::DEVICE, &z->param_buffers[k],
                  z->param_buckets.buffer_elems);
 }
 
-/* Of the `count` elements that this rank updates; the fp32 unit is its own master. */
+/* Master weights of the `count` elements that this rank updates, but for the fp32 unit, which is its own master. */
 static void plan_master(Zero* z, Plan* plan, size_t count)
 {
     Dtype master = z->storage.master;
@@ -65,7 +65,7 @@ static void plan_master(Zero* z, Plan* plan, size_t count)
         plan_add(plan, master == Dtype::SPLIT ? "master weights, lower halves" : "master weights",
                  zero_place(z, OFFLOAD_OPTIMIZER), &z->master, count * dtype_bytes(master));
     if (master != Dtype::FP32 || z->storage.moments != Dtype::FP32)
-        plan_add(plan, "between files and device", Place::HOST, &z->halves, 2 * STAGING_ELEMS);
+        plan_add(plan, "staging buffers for files", Place::HOST, &z->halves, 2 * STAGING_ELEMS);
 }
 
 static void plan_optimizer(Zero* z, Plan* plan)
@@ -140,10 +140,10 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     plan_add(plan, "step results", Place::HOST, &z->h_found, shard->num_tensors);
     plan_add(plan, "step results", Place::HOST, &z->h_state, 2);
     plan_add(plan, "step results", Place::HOST, &comm->progress, WATCH_STREAMS);
-    plan_add(plan, "between files and device", Place::HOST, &z->staging, STAGING_ELEMS);
+    plan_add(plan, "staging buffers for files", Place::HOST, &z->staging, STAGING_ELEMS);
 }
 
-/* The tables of where each unit is. */
+/* Fills the tables of each unit's addresses. */
 static void zero_locate_units(Zero* z)
 {
     const Shard* s = z->shard;
@@ -161,7 +161,8 @@ static void zero_locate_units(Zero* z)
         bool accumulates = unit_accumulates(z, u);
         if (!z->training) z->unit_grads[u] = nullptr;
         else if (accumulates) z->unit_grads[u] = z->grad_buffers[0];
-        else if (grad_buffer != NOT_BUFFERED) z->unit_grads[u] = z->grad_buffers[grad_buffer] + unit_buffer_offset(grads, s, u);
+        else if (grad_buffer != NOT_BUFFERED)
+            z->unit_grads[u] = z->grad_buffers[grad_buffer] + unit_buffer_offset(grads, s, u);
         else if (z->persistent_grads != nullptr) { z->unit_grads[u] = persistent; persistent += range.count; }
         else z->unit_grads[u] = (float*)z->grads + range.first;
         z->whole_grads[u] = accumulates ? accumulated : values_of(z->unit_grads[u]);
@@ -181,7 +182,7 @@ static void zero_locate_units(Zero* z)
     }
 }
 
-/* The table of nonfinite_find. */
+/* Fills the table of nonfinite_find. */
 static void zero_locate_grad_parts(Zero* z)
 {
     const Shard* s = z->shard;
@@ -195,7 +196,8 @@ static void zero_locate_grad_parts(Zero* z)
     free(parts);
 }
 
-/* After plan_allocate: streams, events, tables. What is waited for first is recorded here: nothing to wait for yet. */
+/* After plan_allocate: streams, events, tables. Events are recorded once here, so that the first wait for each returns.
+ *  */
 static void zero_start(Zero* z)
 {
     CUDA_CHECK(cudaStreamCreateWithFlags(&z->compute, cudaStreamNonBlocking));
@@ -239,7 +241,7 @@ static void zero_free(Zero* z)
     free(z->own_params);
 }
 
-/* What the plan of an optimizer holds besides the plan itself. */
+/* Frees host tables that zero_plan has allocated outside of the plan. */
 static void zero_optimizer_free(Zero* z)
 {
     if (z->muon != nullptr) free(z->muon->tensors);

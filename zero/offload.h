@@ -1,9 +1,9 @@
-/* offload.h: items of one size that a pass leaves behind and its way back needs, in pinned host memory. Two device
- * buffers stand before it, used in turn: while the pass makes item i, item i - 1 goes to the host on the d2h stream;
- * while the way back, from the last item to the first, uses item i, item i - 1 comes on the h2d stream. The last two
- * are still on the device when it begins and are never moved.
+/* offload.h: items of equal size that the forward computes and the backward needs, stored in pinned host memory behind
+ * a double buffer on the device. While the forward computes item i, item i - 1 is copied to the host on the d2h stream.
+ * While the backward, from the last item to the first, uses item i, item i - 1 is prefetched on the h2d stream. The
+ * last two items are still on the device when the backward begins and are never copied.
  *
- *      pass        item  0   1   2   3            way back   3   2   1   0
+ *      forward     item  0   1   2   3            backward   3   2   1   0
  *      buffer            0   1   0   1                       1   0   1   0
  *      d2h                   0   1                      h2d      1   0                                             */
 #pragma once
@@ -12,14 +12,14 @@
 enum { OFFLOAD_BUFFERS = 2 };
 
 typedef struct Offload {
-    char *host, *device;            // (num_items - 2, item_bytes) pinned; (2, item_bytes) of the caller
+    char *host, *device;            // (num_items - 2, item_bytes) pinned; (2, item_bytes), allocated by the caller
     size_t item_bytes;
     int num_items;
-    int cached_item[OFFLOAD_BUFFERS];      // the item that the buffer holds, or is about to
-    cudaStream_t compute, d2h, h2d; // compute's own where nothing overlaps
+    int cached_item[OFFLOAD_BUFFERS]; // the item in this buffer, or enqueued for it
+    cudaStream_t compute, d2h, h2d; // all the compute stream without overlap
     cudaEvent_t edge;
     cudaEvent_t stored[OFFLOAD_BUFFERS];   // d2h -> compute: the buffer may be overwritten
-    cudaEvent_t loaded[OFFLOAD_BUFFERS];   // h2d -> compute: the item is there
+    cudaEvent_t loaded[OFFLOAD_BUFFERS];   // h2d -> compute: the item is on the device
 } Offload;
 
 static size_t offload_bytes(const Offload* o)
@@ -78,7 +78,7 @@ static void offload_write_begin(Offload* o, int item)
 static void offload_write_end(Offload* o, int item)
 {
     if (item >= o->num_items - OFFLOAD_BUFFERS) return;
-    stream_wait(o->d2h, o->compute, o->edge, "the item is made");
+    stream_wait(o->d2h, o->compute, o->edge, "the item is computed");
     OP(o->d2h, 0, o->item_bytes, item);
     CUDA_CHECK(cudaMemcpyAsync(o->host + item * o->item_bytes, offload_buffer(o, item), o->item_bytes,
                                cudaMemcpyDeviceToHost, o->d2h));
@@ -90,15 +90,15 @@ static void offload_fetch(Offload* o, int item)
     int k = item % OFFLOAD_BUFFERS;
     if (item < 0 || o->cached_item[k] == item) return;
     o->cached_item[k] = item;
-    // It is in host memory since before the pass overwrote its buffer, two items on.
-    stream_wait(o->h2d, o->compute, o->edge, "the item in the buffer is used up");
+    // No wait for d2h: the copy to the host was complete before the forward reused the buffer, two items later.
+    stream_wait(o->h2d, o->compute, o->edge, "the item in the buffer is no longer needed");
     OP(o->h2d, 0, o->item_bytes, item);
     CUDA_CHECK(cudaMemcpyAsync(offload_buffer(o, item), o->host + item * o->item_bytes, o->item_bytes,
                                cudaMemcpyHostToDevice, o->h2d));
     CUDA_CHECK(cudaEventRecord(o->loaded[k], o->h2d));
 }
 
-/* Before the compute stream reads item `item` on the way back. The one before it starts to come. */
+/* Before the compute stream reads item `item` in the backward. Prefetches the item before it. */
 static void offload_read_begin(Offload* o, int item)
 {
     offload_fetch(o, item);

@@ -1,6 +1,6 @@
-/* plan.h: every buffer of a run, before it exists. Each part of the program adds its rows; the plan is printed, then
- * allocated as printed, once. Nothing else allocates device memory, and nothing is allocated inside a step.
- * A row may also be a measured or estimated amount without a pointer (the libraries' own memory). */
+/* plan.h: the table of every buffer of a run, made before any is allocated. Each part of the program adds its rows; the
+ * plan is printed, then allocated as printed, once. Nothing else allocates device memory, and no step allocates.
+ * A row without a pointer is a measured or estimated amount (the libraries' own memory). */
 #pragma once
 #include "kernels/common.cuh"
 #ifndef DEVICE_CUDA
@@ -35,7 +35,7 @@ static size_t plan_bytes(const Plan* p, Place place)
     return sum;
 }
 
-/* Bytes of all rows with the place and label of row i, which is the first of them; of the others 0. */
+/* Bytes of all rows with the place and label of row i if row i is the first of them, else 0. */
 static size_t plan_label_bytes(const Plan* p, int i)
 {
     size_t bytes = 0;
@@ -47,7 +47,7 @@ static size_t plan_label_bytes(const Plan* p, int i)
     return bytes;
 }
 
-/* Rows with the same label are one line. */
+/* Rows with the same label are printed as one line. */
 static void plan_print(const Plan* p, FILE* f)
 {
     for (Place place : {Place::DEVICE, Place::HOST}) {
@@ -61,9 +61,9 @@ static void plan_print(const Plan* p, FILE* f)
     }
 }
 
-/* What is allocated is what the plan says, to the byte; `when` for the message. The CPU and emulated builds count what
- * is allocated, at the most since the start. CUDA rounds each allocation up to pages of 2 MiB and has others in the
- * process, so there plan_allocate compares what the device has left. */
+/* Checks that allocations equal the plan, to the byte; `when` is for the message. The CPU and emulated builds count
+ * allocations, the largest sum since the start. CUDA rounds each up to pages of 2 MiB and has some of its own, so there
+ * plan_allocate compares with the device's free memory. */
 static void plan_ensure_held(const Plan* p, const char* when)
 {
 #ifdef DEVICE_CUDA
@@ -81,7 +81,7 @@ static void plan_ensure_held(const Plan* p, const char* when)
 #endif
 }
 
-/* Allocates all rows that have a pointer, or refuses before anything is done. */
+/* Allocates all rows that have a pointer. A plan that is too large is refused before the first allocation. */
 static void plan_allocate(Plan* p)
 {
     size_t free_bytes, total_bytes, need = plan_bytes(p, Place::DEVICE);

@@ -1,24 +1,24 @@
-/* save.h: checkpoints written while training goes on.
+/* save.h: checkpoints written while training continues.
  *
- *   saver_start(s, ...)    once: is the run folder there, for every rank? What an interrupted save left is removed
- *   saver_begin(s, state)  at a step boundary: the states start for the host, their writing begins
- *   saver_poll(s)          at every later boundary: on to the next phase when all ranks are through with this one
- *   saver_wait(s)          until nothing is under way: it is on the disk, or has failed
- * all on every rank, at the same steps. A save goes through
- *   CREATE   rank 0: OUT/step_N.tmp and its files at full length, so that a full disk is met before anything is
- *            written; meanwhile every rank copies its slices of the states to the host, on a stream of its own
+ *   saver_start(s, ...)    once: makes the run folder, removes what an interrupted save left
+ *   saver_begin(s, state)  at a step boundary: begins a save: copies the states to the host
+ *   saver_poll(s)          at every later boundary: enters the next phase when all ranks have finished this one
+ *   saver_wait(s)          waits until the save is on the disk, or has failed
+ * all on every rank, at the same steps. The phases of a save:
+ *   CREATE   rank 0: OUT/step_N.tmp and its files at full length, so that a full disk is found before data is
+ *            written; meanwhile every rank copies its slices of the states to the host, on the d2h stream
  *   WRITE    every rank: its byte ranges and their checksums, fsync
- *   COMMIT   rank 0: the small files, state.json, fsync of the folder, rename to step_N, fsync of OUT; then what
- *            --keep and --keep-every do not ask for is removed
- * What a phase does is done by a thread of low priority that makes no CUDA, NCCL or MPI call. What it dies of, a full
- * disk or a limit on file sizes, ends the save and not the run (attempt in error.h). The main threads agree at step
- * boundaries, by one all-reduce of a number while a save is under way. A kill at any moment leaves step_N.tmp, which is
- * no checkpoint, or step_N.
+ *   COMMIT   rank 0: the small files, state.json, fsync of the folder, rename to step_N, fsync of OUT; then deletes
+ *            older checkpoints by --keep and --keep-every
+ * A thread of low priority does the work of a phase; it makes no CUDA, NCCL or MPI call. An error in it, such as a full
+ * disk or a limit on file sizes, ends the save and not the run (attempt in error.h). While a save is in progress the
+ * main threads agree at step boundaries by an all-reduce of one number. A kill at any moment leaves step_N.tmp, which
+ * is no checkpoint, or a complete step_N.
  *
- * The host copy is whole, 12 bytes for each parameter / R, and in the plan. A ring of smaller buffers would hold the
- * optimizer up until the disk has taken nearly all; so the next update waits for a copy between memories, no more.
- * The next save waits for this one. Where not all ranks see the folder, rank 0 writes for all in WRITE: the others send
- * it their slices, from the main thread, and training waits for that. */
+ * The host copy has all states, 12 bytes for each parameter / R, and is in the plan. With smaller staging buffers the
+ * optimizer would wait for the disk; so the next update waits for the copy to the host only. The next save waits for
+ * this one. If not all ranks see the folder, rank 0 writes for all in WRITE: the others send it their slices from the
+ * main thread, and training waits for that. */
 #pragma once
 #include <pthread.h>
 #include <sys/resource.h>
@@ -27,12 +27,12 @@
 #include "checkpoint.h"
 
 enum class SavePhase { NONE, CREATE, WRITE, COMMIT };
-enum SaveStatus { SAVE_WELL, SAVE_FAILED, SAVE_BUSY };   // of one rank in a phase; the largest is that of all
+enum SaveStatus { SAVE_WELL, SAVE_FAILED, SAVE_BUSY };   // of one rank in a phase; that of all is the largest
 
 typedef struct SaverConfig {
     const char* out;                                     // the run folder
     size_t keep, keep_every;                             // 0: all
-    void (*small_files)(const char* folder, void* context);   // config.json, the tokenizer; makes no CUDA or MPI call
+    void (*small_files)(const char* folder, void* context);   // config.json, tokenizer.json; no CUDA or MPI call
     void* context;
 } SaverConfig;
 
@@ -45,15 +45,15 @@ typedef struct Saver {
     RunState state;
     char path[4096], temporary[4096];
     SafeTensors *weights, *optimizer;
-    uint64_t* sums;                 // (NUM_STATES, num_tensors) tensor_sum of what this rank has written, then of all
+    uint64_t* sums;                 // (NUM_STATES, num_tensors) tensor_sum of this rank's part, then of the whole
     pthread_t thread;
     bool has_thread;
-    SaveStatus status;              // of the thread; atomic
+    SaveStatus status;              // written by the thread; atomic
     char why[1024];
-    bool failed;                    // the newest save
+    bool failed;                    // the newest save did
     size_t num_saved;
-    double begun_s, waited_s;       // when the newest began; what this rank's training has waited for it
-    double thread_s;                // CPU time of its threads
+    double begun_s, waited_s;       // when the newest save began; how long training has waited for it
+    double thread_s;                // CPU time of the save's threads
 } Saver;
 
 static void saver_plan(Saver* s, Zero* z, Plan* plan)
@@ -68,7 +68,7 @@ static void saver_plan(Saver* s, Zero* z, Plan* plan)
     }
 }
 
-/* Where the copy of `part` of tensor t is, which is this rank's: stored as on the device, in room for floats. */
+/* The host copy of this rank's `part` of tensor t: of the type it has on the device, in space for floats. */
 static Values state_saved(const Saver* s, int state, const Tensor* t, Range part)
 {
     const Shard* shard = s->zero->shard;
@@ -79,8 +79,8 @@ static Values state_saved(const Saver* s, int state, const Tensor* t, Range part
 }
 
 // ---------------------------------------------------------------------------------------- the phases, in the thread
-/* Removes what need not be kept; nothing while steps are being skipped for an Inf or NaN, since then the newest are not
- * the good ones. A folder that is being removed is no checkpoint from the first moment on. */
+/* Deletes older checkpoints, but none while steps are skipped for non-finite gradients: then the newest may be bad. The
+ * folder is renamed first, so that a half-deleted one is no checkpoint. */
 static void save_prune(const Saver* s)
 {
     if (s->config.keep == 0 || s->state.num_skipped_in_a_row > 0) return;
@@ -99,7 +99,7 @@ static void save_prune(const Saver* s)
 
 static void save_create(Saver* s)
 {
-    save_prune(s);   // with a smaller --keep than before there may be more
+    save_prune(s);   // a smaller --keep than before leaves more to delete
     folder_remove(s->temporary);
     folder_make(s->temporary);
     safetensors_create_files(s->weights);
@@ -119,9 +119,9 @@ static void chunk_write(void* arg)
     safetensors_write_f32(k->files, k->tensor, k->first, k->count, k->data);
 }
 
-/* The slices of rank `owner`, chunk by chunk. Their owner writes them; where it does not see the folder, it sends them,
- * and rank 0, which is here too then, writes. False, with a sentence in `why`, if they cannot be written: the rest is
- * sent all the same, so that nobody waits for ever. */
+/* Writes the slices of rank `owner`, chunk by chunk. The owner writes them itself; if not all ranks see the folder, it
+ * sends them and rank 0, which then calls this too, writes. On an error: false, the reason in `why`; the rest is still
+ * sent, so that no rank hangs. */
 static bool save_slices(Saver* s, int owner, char (&why)[1024])
 {
     const size_t room_bytes = 1 << 20;    // still in the cache when it is written
@@ -149,7 +149,7 @@ static bool save_slices(Saver* s, int owner, char (&why)[1024])
             size_t lead = (k.tensor->offset + k.first * sizeof(float)) % SAFE_DIRECT_BYTES;
             size_t fits = (room_bytes - lead) / sizeof(float);
             k.count = part.count - done < fits ? part.count - done : fits;
-            k.data = (float*)(room + lead);                  // as in the file, so that whole pages can go directly
+            k.data = (float*)(room + lead);                // aligned as in the file, for direct I/O of whole pages
             if (!own) comm_receive_host(c, k.data, k.count * sizeof(float), owner);
             else if (values.dtype == Dtype::FP32) memcpy(k.data, (float*)values.at + done, k.count * sizeof(float));
             else for (size_t e = 0; e < k.count; e++) k.data[e] = value_load(values, done + e);
@@ -217,12 +217,12 @@ static void* saver_run(void* arg)
 
 static void* saver_thread(void* arg)
 {
-    setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 10);   // of this thread: training comes first
+    setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 10);   // of this thread: training has priority
     return saver_run(arg);
 }
 
 // -------------------------------------------------------------------------------------------------- the main thread
-/* On to a phase; rank 0 alone has something to do in CREATE and COMMIT. */
+/* Begins a phase; in CREATE and COMMIT only rank 0 has work. */
 static void saver_enter(Saver* s, SavePhase phase)
 {
     s->phase = phase;
@@ -258,7 +258,7 @@ static void saver_advance(Saver* s)
     s->has_thread = false;
     if (!comm_all_well(c, own == SAVE_WELL, s->why)) {
         char why[1024];
-        if (c->rank == 0) attempt(save_remove_partial, s, why);   // what stays is a .tmp, and removed at the next start
+        if (c->rank == 0) attempt(save_remove_partial, s, why);   // if this fails too, the next start removes the .tmp
         saver_end(s, true);
     } else if (s->phase == SavePhase::CREATE) {
         saver_enter(s, SavePhase::WRITE);
@@ -289,7 +289,7 @@ static void saver_wait(Saver* s)
     s->waited_s += watch_now_s() - before_s;
 }
 
-/* This rank's slices to the host: of a step whose end the host has seen, so that d2h need not wait for it. */
+/* Copies this rank's slices to the host. The host has already waited for the end of the step, so d2h need not. */
 static void states_copy(Saver* s)
 {
     Zero* z = s->zero;
@@ -327,15 +327,15 @@ static void saver_begin(Saver* s, const RunState* state)
     s->waited_s = watch_now_s() - s->begun_s;
 }
 
-/* The folder: made by rank 0; who sees it? first_step: where the run goes on from; no later checkpoint may be there. */
+/* Rank 0 makes the folder; do all ranks see it? first_step: where the run starts; a later checkpoint is an error. */
 static void saver_start(Saver* s, const SaverConfig* config, size_t first_step)
 {
     const Comm* c = s->zero->comm;
     s->config = *config;
     s->sums = (uint64_t*)malloc_checked((size_t)NUM_STATES * s->zero->shard->num_tensors * sizeof *s->sums);
-    signal(SIGXFSZ, SIG_IGN);   // a file that may not grow any more is an error of write(), not the end
+    signal(SIGXFSZ, SIG_IGN);   // at the limit on file sizes write() fails instead of a signal ending the run
     char probe[4200];
-    int pid = (int)getpid();                     // of rank 0, so that no other run's probe is taken for this
+    int pid = (int)getpid();                     // of rank 0: another run in the same folder has another probe
     comm_broadcast_host(c, &pid, sizeof pid);
     snprintf(probe, sizeof probe, "%s/.probe.%d", config->out, pid);
     if (c->rank == 0) {
@@ -349,7 +349,7 @@ static void saver_start(Saver* s, const SaverConfig* config, size_t first_step)
             int n = snprintf(path, sizeof path, "%s/%s", config->out, entry->d_name);
             ENSURE(n < (int)sizeof path, "-o %s: the name is too long", config->out);
             ENSURE(checkpoint_step(entry->d_name) <= (long long)first_step,
-                   "%s exists and is not overwritten: the run goes on from step %zu; move it away, or take another -o",
+                   "%s exists and is not overwritten: the run resumes at step %zu; move it away, or take another -o",
                    path, first_step);
             if (sscanf(entry->d_name, "step_%lld.tmp%n", &step, &end) == 1 && end > 0 && entry->d_name[end] == 0)
                 folder_remove(path);

@@ -1,24 +1,24 @@
-/* shard.h: who owns which element. Integer arithmetic only: no GPU, no MPI, so that test/test_shard.cpp can try every
- * R.
+/* shard.h: which rank owns which element. Integer arithmetic only: no GPU, no MPI, so that test/test_shard.cpp can try
+ * every R.
  *
- * All parameters lie in one flat space. It is cut into units: what is gathered and released together (the embeddings,
- * each block, the head). Inside a unit the tensors lie one after another in the layout of the HF file, each at a
- * multiple of SHARD_ALIGN_ELEMS or joined to the one before; the unit is padded to a multiple of R * SHARD_ALIGN_ELEMS.
- * Rank r owns slice r of every unit:
+ * All parameters form one flat space, cut into units: tensors that are gathered and released together (the embeddings,
+ * each block, the head). A unit's tensors follow one another in the layout of the HF file, each at a multiple of
+ * SHARD_ALIGN_ELEMS or joined to the one before; the unit is padded to a multiple of R * SHARD_ALIGN_ELEMS. Rank r owns
+ * slice r of every unit:
  *
  *      unit 0                                  unit 1
  *      | tensor a  | tensor b |pad|            | tensor c |  tensor d   | pad |
  *      | slice 0 | slice 1 | slice 2 |         | slice 0  | slice 1 | slice 2 |
  *
- * Since each unit's size is a multiple of R, what one rank owns of all units is packed at unit.first / R: no table
- * needed. Padding is 0 from the start to the end: its gradient is never written, it is never in a norm, never in a
+ * Since each unit's size is a multiple of R, a buffer of one rank's slices of all units has that of a unit at
+ * unit.first / R, without a table. Padding is always 0: its gradient is never written, and it is in no norm and no
  * file.
  *
- * Tensors that are to be kept in fp32 are taken out of their units and lie in one of their own, unit 0; the units that
- * the caller has numbered from 0 then start at 1, and may be empty.
+ * Tensors stored in fp32 (--fp32-tensors) form a unit of their own, unit 0; the units that the caller has numbered from
+ * 0 then start at 1, and may be empty.
  *
- * A tensor too large for one unit is a row of pieces, each a Tensor of its own with the name of the whole, some of its
- * rows and a unit to itself. The model cuts so that no unit but the last has padding: whole, they are one matrix. */
+ * A tensor too large for one unit is cut into pieces: each is a Tensor with the name of the whole, some of its rows and
+ * a unit of its own. Only the unit of the last piece has padding, so that all pieces together are one matrix. */
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -31,23 +31,23 @@ typedef struct Range { size_t first, count; } Range;   // elements
 typedef struct Tensor {
     char name[64];          // as in the HF file
     int num_dims;           // 1 or 2
-    size_t shape[2];        // as in the HF file; shape[1] = 1 for one axis
+    size_t shape[2];        // as in the HF file; shape[1] = 1 if one-dimensional
     size_t padded_rows;     // >= shape[0]: rows past shape[0] are always 0 and never leave the program
-    size_t file_rows, file_first_row;   // of a piece: rows of the whole, and which of them is the piece's first
+    size_t file_rows, file_first_row;   // of a piece: rows of the whole tensor, and the first of them in this piece
     int unit;
-    int home;               // the unit that it belongs to; kept in fp32, it lies in another
-    bool fp32;              // weight, gradient and states are kept in fp32, whatever the others are kept in
+    int home;               // the model's unit for it; tensors stored in fp32 are in unit 0 instead
+    bool fp32;              // weight, gradient and states are stored in fp32, whatever -p is
     double init_std;        // > 0: N(0, init_std); 0: every element is init_value
     double init_value;
     bool decay;             // weight decay applies by default
     bool hidden;            // a matrix between two layers: Muon makes its steps orthogonal
     bool in_out;            // rows are inputs, columns outputs; else the other way round
     int num_fused;          // such matrices side by side: 3 where q, k and v are one tensor
-    float lr_factor, weight_decay;   // of its group
-    int row;                // the model's name for it; nothing to this file
-    bool joined;            // lies directly behind the tensor before it, so that the two are one matrix to the model
-    size_t first;           // place in the flat space; set by shard_build
-    size_t logical_first;   // place among all tensors without any padding: the same for every R
+    float lr_factor, weight_decay;   // of its parameter group
+    int row;                // the model's index for it; not used in this file
+    bool joined;            // directly follows the tensor before it: the two are one matrix to the model
+    size_t first;           // first element in the flat space; set by shard_build
+    size_t logical_first;   // the same without any padding: equal for every R
 } Tensor;
 
 typedef struct Unit { Range range; int first_tensor, num_tensors; } Unit;
@@ -57,18 +57,18 @@ typedef struct Shard {
     int num_tensors;
     Unit* units;
     int num_units;
-    int num_fp32_units;     // 1 if tensors are kept in fp32, else 0
+    int num_fp32_units;     // 1 if tensors are stored in fp32, else 0
     int num_ranks;          // R
     size_t num_elems;       // of the flat space, padding included
-    size_t num_params;      // without padding: what the files hold
+    size_t num_params;      // without padding, as in the files
 } Shard;
 
 static inline size_t tensor_elems(const Tensor* t) { return t->shape[0] * t->shape[1]; }
 
-/* A tensor that is not cut is its first piece. */
+/* True of a tensor that is not cut, too. */
 static inline bool tensor_is_first_piece(const Tensor* t) { return t->file_first_row == 0; }
 
-/* Which tensor is the first piece of the whole that tensor t_idx is a piece of. */
+/* Index of the first piece of the tensor that t_idx is a piece of. */
 static inline int tensor_first_piece(const Shard* s, int t_idx)
 {
     int first = t_idx;
@@ -77,13 +77,13 @@ static inline int tensor_first_piece(const Shard* s, int t_idx)
     return first;
 }
 
-/* The place of element `flat` of the flat space in the whole tensor, as the file has it. */
+/* Index of element `flat` of the flat space in the whole tensor, as in the file. */
 static inline size_t tensor_file_offset(const Tensor* t, size_t flat)
 {
     return t->file_first_row * t->shape[1] + (flat - t->first);
 }
 
-/* Tensors that are kept in fp32 go to the front; the order is otherwise kept. Returns whether there are any. */
+/* Moves tensors stored in fp32 to the front, otherwise in order. Returns whether there are any. */
 static bool tensors_part_fp32(Tensor* tensors, int num_tensors)
 {
     Tensor* sorted = (Tensor*)malloc_checked(num_tensors * sizeof(Tensor));
@@ -100,7 +100,8 @@ static bool tensors_part_fp32(Tensor* tensors, int num_tensors)
     return has_fp32;
 }
 
-/* Places `tensors` (sorted by unit, units numbered from 0 without a gap) for R ranks. Takes the array over. */
+/* Lays out `tensors` (sorted by unit, units numbered from 0 without a gap) for R ranks. Takes ownership of the array.
+ *  */
 static void shard_build(Shard* s, Tensor* tensors, int num_tensors, int num_ranks)
 {
     ENSURE(num_tensors > 0 && num_ranks > 0, "shard_build: %d tensors, %d ranks", num_tensors, num_ranks);
@@ -149,13 +150,13 @@ static inline Range shard_slice(const Shard* s, int unit_idx, int rank)
     return Range{whole.first + rank * count, count};
 }
 
-/* Where slice `rank` of the unit starts in a buffer that packs what one rank owns (num_elems / R long). */
+/* Start of a rank's slice of the unit in a buffer of its slices of all units (num_elems / R elements). */
 static inline size_t shard_packed_first(const Shard* s, int unit_idx)
 {
     return s->units[unit_idx].range.first / s->num_ranks;
 }
 
-/* The elements of tensor t inside `range`, in the flat space; count 0 if none. Padded rows are not among them. */
+/* The elements of tensor t inside `range`, in the flat space, without padded rows; count 0 if none. */
 static inline Range tensor_part(const Tensor* t, Range range)
 {
     size_t low = t->first > range.first ? t->first : range.first;

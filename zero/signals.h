@@ -1,15 +1,15 @@
-/* signals.h: a run is asked to end or to save, by a signal to any of its ranks.
- *   SIGTERM SIGINT SIGUSR2   end: the step under way is finished, saved, exit code 0
- *   SIGUSR1                  save, and go on
+/* signals.h: a signal to any rank makes the run end or save.
+ *   SIGTERM SIGINT SIGUSR2   end: the current step is finished and saved, exit code 0
+ *   SIGUSR1                  save, and continue
  *   a second SIGINT          leave now, exit code 1
- * The handler notes it, no more. In steps the ranks agree through sums that are all-reduced anyway (zero_step_ask) and
+ * The handler only sets a flag. During steps the ranks agree by sums that are all-reduced anyway (zero_step_ask) and
  * that the host reads one step late, so that no step waits; between micro-batches of an evaluation, and after an
- * evaluation or a save, through signals_agree.
+ * evaluation or a save, by signals_agree.
  *
- * Open MPI's mpirun passes SIGUSR1 and SIGUSR2 on to all ranks. Of SIGTERM and SIGINT to itself it makes SIGTERM to the
- * ranks and, a second later, SIGKILL (odls_base_sigkill_timeout): too soon for a long step, so ask mpirun by SIGUSR2.
- * It sends SIGTERM also when a rank has died. Then there is nobody to agree with: watch_on_signal says where this rank
- * was and ends it, if a rank of this host is gone; ranks of other hosts are ended by mpirun's SIGKILL. */
+ * Open MPI's mpirun forwards SIGUSR1 and SIGUSR2 to all ranks. On SIGTERM and SIGINT it sends the ranks SIGTERM and, a
+ * second later, SIGKILL (odls_base_sigkill_timeout): too soon for a long step, so send mpirun SIGUSR2. It also sends
+ * SIGTERM when a rank has died. Then the ranks cannot agree: if a rank of this host is gone, watch_on_signal prints
+ * where this rank was and exits; ranks of other hosts are ended by mpirun's SIGKILL. */
 #pragma once
 #include <csignal>
 #include "comm.h"
@@ -31,7 +31,7 @@ static void on_ask(int signal)
     else asked_to_end = 1;
 }
 
-/* To the end of the process signals are questions. */
+/* Installs the handler, until the end of the process. */
 static void signals_begin(void)
 {
     struct sigaction action = {};
@@ -41,7 +41,7 @@ static void signals_begin(void)
         ENSURE(sigaction(signal, &action, nullptr) == 0, "the handler of signal %d cannot be set", signal);
 }
 
-/* What this rank was asked for since the last call. The end stays asked for. */
+/* The request that this rank has received since the last call. A request to end stays set. */
 static Ask signals_take(void)
 {
     bool saves = asked_to_save;
@@ -49,7 +49,7 @@ static Ask signals_take(void)
     return asked_to_end ? Ask::END : saves ? Ask::SAVE : Ask::NONE;
 }
 
-/* The most that any rank was asked for. The hosts wait for one another. */
+/* The strongest request that any rank has received. A host synchronization of all ranks. */
 static Ask signals_agree(const Comm* c)
 {
     return (Ask)(int)comm_max_host(c, (double)(int)signals_take());

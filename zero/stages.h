@@ -1,22 +1,23 @@
-/* stages.h: ZeRO. Which rank keeps what between and within steps, and when it moves.
+/* stages.h: ZeRO. Which rank stores what between and within steps, and when it is sent.
  *   stage 0  parameters, gradients and optimizer states whole on every rank; gradients all-reduced at the boundary
- *   stage 1  optimizer states sliced; gradients whole, reduce-scattered at the boundary; parameters gathered after
+ *   stage 1  optimizer states sliced; gradients whole, reduce-scattered at the boundary; parameters gathered after it
  *   stage 2  gradients sliced too: each unit is reduce-scattered in every micro-step into an fp32 slice. A unit's whole
- *            gradient lives in one of two ring buffers while its backward runs. Resident units (the embeddings and the
- *            head, which the classifier and the lookup both add to) keep theirs whole and are reduced at the boundary.
- *   stage 3  parameters sliced too: a unit's whole parameters live in one of two ring buffers while its forward or
- *            backward runs, and the next one's are gathered meanwhile. What is still in the ring is not gathered again.
- *            Resident units, and those below `persist_below`, keep theirs whole and are gathered after the step. The
- *            model says which units are resident: not those of a large untied vocabulary (model/passes.cuh).
- * Tensors that are kept in fp32 in a 16-bit model are one unit (shard.h), whole on every rank, and its gradient too;
- * what products read of it is a copy that each rank rounds.
+ *            gradient is in one buffer of a double buffer while its backward runs. Persistent units (the embeddings and
+ *            the head, to both of which lookup and classifier add) have whole gradients, reduced at the boundary.
+ *   stage 3  parameters sliced too: a unit's whole parameters are in one buffer of a double buffer while its forward or
+ *            backward runs, and those of the next unit are gathered meanwhile (prefetch). A unit that a buffer still
+ *            has (cached) is not gathered again. Persistent units, and those smaller than `persist_below`, have whole
+ *            parameters, gathered after the step. The model defines which units are persistent: not those of a large
+ *            untied vocabulary (model/passes.cuh).
+ * Tensors stored in fp32 in a 16-bit model are one unit (shard.h). Every rank has it and its gradient whole, and rounds
+ * a copy for the GEMMs that read it.
  * Rank r updates slice r of every unit (shard.h). The printed norm is summed by slices at every stage, so that it has
  * the same bits at all stages. Rajbhandari et al. 2020, arXiv:1910.02054.
  *
- * Streams: compute does forward, backward and the optimizer; reduce carries gradients; gather carries parameters; d2h
- * what is saved. Edges go through stream_wait. Without overlap all are one. Units are sent in buckets (buckets.h).
- * Nothing here knows a transformer: the model says zero_params_begin(u) before it uses unit u's parameters, and
- * zero_gradient_begin(u), adds its gradients, zero_gradient_end(u). */
+ * Streams: compute runs forward, backward and the optimizer; reduce sends gradients; gather sends parameters; d2h
+ * copies states to be saved. stream_wait orders them. Without overlap all are one stream. Units are sent in buckets
+ * (buckets.h). Nothing here knows a transformer: the model calls zero_params_begin(u) before it uses unit u's
+ * parameters, and zero_gradient_begin(u) and zero_gradient_end(u) around the kernels that add unit u's gradients. */
 #pragma once
 #include "kernels/accumulate.cuh"
 #include "kernels/global_norm.cuh"
@@ -28,18 +29,19 @@
 
 static const size_t STAGING_ELEMS = 1 << 20;
 
-/* How what the optimizer works with is kept. */
+/* Data types of what the optimizer reads and writes. */
 typedef struct Storage {
-    Dtype master;           // FP32; SPLIT: its upper half is the weight; floatX's type: the weight is all there is
+    Dtype master;           // FP32; SPLIT: the weight is its upper half; floatX's type: no master besides the weight
     Dtype moments;          // FP32 or BF16
     Dtype grads;            // summed over micro-steps in FP32, or floatX's type
-    Dtype sent;             // in which they go to other ranks
+    Dtype sent;             // communication dtype of gradients
 } Storage;
 
-/* What lies in pinned host memory: what a kernel uses once reads and writes it over the bus, from where it is;
- * parameters are copied into the ring before they are gathered. The same arithmetic, so the same bits. */
+/* What is stored in pinned host memory. Kernels read and write states and gradients there directly, over PCIe, since
+ * they use them once; parameters are copied to the device before they are gathered. The same arithmetic, so the same
+ * bits. */
 enum Offloaded {
-    OFFLOAD_ACTIVATIONS = 1,    // the inputs of segments: the model's (offload.h)
+    OFFLOAD_ACTIVATIONS = 1,    // the inputs of segments, by the model (offload.h)
     OFFLOAD_OPTIMIZER = 2,      // master and moments
     OFFLOAD_GRADIENTS = 4,      // stages 2-3: the slices
     OFFLOAD_PARAMETERS = 8,     // stage 3: the slices
@@ -49,18 +51,18 @@ static const char* const offloaded_names[NUM_OFFLOADED] = {"activations", "optim
 
 typedef struct ZeroConfig {
     int stage;
-    const bool* persistent;       // (num_units) the gradient is kept whole, and at stage 3 the parameters
+    const bool* persistent;     // (num_units) whole gradient, and at stage 3 whole parameters
     int num_micro_steps;
-    bool training;              // else no gradients and moments
+    bool training;              // false: no gradients and no moments
     Storage storage;
-    unsigned offloaded;         // OFFLOAD_OPTIMIZER, ... of what this stage has
+    unsigned offloaded;         // OFFLOAD_OPTIMIZER, ..., as far as this stage has them
     const OptimizerRow* optimizer;
-    bool rounds_fp32;           // products read tensors that are kept in fp32
+    bool rounds_fp32;           // GEMMs read tensors stored in fp32
     bool overlap;
     bool reduces_once;          // stages 2-3: gradients whole, sent at the boundary instead of in each micro-step
-    bool deterministic;         // reductions in rank order, whatever NCCL does
-    size_t persist_below;       // stage 3: smaller units keep their parameters whole
-    const int* visits;          // (num_visits) the units of a micro-step in the order in which the model uses them
+    bool deterministic;         // reductions in rank order instead of NCCL's
+    size_t persist_below;       // stage 3: smaller units have whole parameters
+    const int* visits;          // (num_visits) units in the order in which a micro-step uses them
     int num_visits;
     size_t reduce_bucket, gather_bucket;   // elements sent together, in whole units
 } ZeroConfig;
@@ -72,57 +74,57 @@ typedef struct Zero {
     Storage storage;
     unsigned offloaded;
     bool training, overlap;
-    bool reduces_once;          // gradients are kept whole at every stage, as at stage 1
+    bool reduces_once;          // whole gradients at every stage, as at stage 1
     int num_micro_steps;
     Buckets grad_buckets, param_buckets;
     // parameters
-    floatX* params;             // stages 0-2: (P). Stage 3: units that are kept whole, packed
-    floatX* param_slices;       // stage 3: this rank's slices of the units in the ring, packed
+    floatX* params;             // stages 0-2: (P). Stage 3: the units that are not buffered, packed
+    floatX* param_slices;       // stage 3: this rank's slices of the buffered units, packed
     floatX* param_buffers[UNIT_BUFFERS];
-    floatX** unit_params;       // (num_units) where unit u's whole parameters are, or will be when it is gathered
-    floatX** own_params;        // (num_units) where what this rank updates of unit u is
-    bool rounds_fp32;           // products read some of the fp32 unit
-    float* fp32_params;         // it, whole
-    floatX* fp32_rounded;       // its unit_params; null if no product reads it
-    int cached_bucket[UNIT_BUFFERS];        // stage 3: the bucket whose parameters the ring buffer holds; -1: out of date
-    const int* visits;          // (num_visits) the units of a micro-step in the order in which the model uses them
-    int num_visits, visit;      // the next one
+    floatX** unit_params;       // (num_units) unit u's whole parameters, valid once it is gathered
+    floatX** own_params;        // (num_units) the parameters of unit u that this rank updates
+    bool rounds_fp32;           // GEMMs read some of the fp32 unit
+    float* fp32_params;         // the fp32 unit, whole
+    floatX* fp32_rounded;       // its unit_params; null if no GEMM reads it
+    int cached_bucket[UNIT_BUFFERS]; // stage 3: the bucket whose parameters are in the buffer; -1: none
+    const int* visits;          // (num_visits) units in the order in which a micro-step uses them
+    int num_visits, visit;      // visit: index of the next
     // gradients
-    bool* persistent;             // (num_units) the whole gradient stays in fp32 until it is sent
-    char* grads;                // (P) stages 0-1; in 16 bits without the resident units
-    float** unit_grads;         // (num_units) where unit u's whole gradient is while its backward runs
-    Values* whole_grads;        // (num_units) where it is summed over micro-steps, where that is done whole
-    float* grad_buffers[UNIT_BUFFERS];    // stages 2-3; stages 0-1 in 16 bits: one unit's, until it is added to the whole
-    float* persistent_grads;      // stages 2-3, and in 16 bits: resident units, packed
+    bool* persistent;           // (num_units) whole gradient, in fp32 until it is sent
+    char* grads;                // (P) stages 0-1; in 16 bits without the persistent units
+    float** unit_grads;         // (num_units) unit u's whole gradient while its backward runs
+    Values* whole_grads;        // (num_units) unit u's whole gradient, accumulated over micro-steps if reduced once
+    float* grad_buffers[UNIT_BUFFERS]; // stages 2-3; at 0-1 in 16 bits: one unit's, until it is accumulated
+    float* persistent_grads;    // stages 2-3, and in 16 bits: persistent units, packed
     char* grad_slices;          // (P/R) stages 2-3
-    char* sent;                 // one bucket as it is sent, where that is in another type than it is kept in
+    char* sent;                 // one bucket in the communication dtype, if it differs from the stored one
     // optimizer
     const OptimizerRow* optimizer;
-    char* states[MAX_STATES];   // by slot, null where there is none: (P) stage 0, (P/R) else; see zero_unit_state
-    size_t* gapped_first;       // (num_units) where unit u starts in slot GAPPED_STATE, of what this rank updates
-    size_t num_fp32_gapped;     // of the fp32 unit
-    int* first_of_name;         // (num_tensors) the first tensor of that name: the place in LAMB's sums
+    char* states[MAX_STATES];   // (P) stage 0, (P/R) else; null: not a state of this optimizer; see zero_unit_state
+    size_t* gapped_first;       // (num_units) start in states[GAPPED_STATE] of what this rank updates of unit u
+    size_t num_fp32_gapped;     // elements of states[GAPPED_STATE] in the fp32 unit
+    int* first_of_name;         // (num_tensors) the first tensor of that name: the index in LAMB's sums
     double *lamb_sums, *lamb_scratch;   // (num_tensors,2)
     struct MuonSpace* muon;
-    char* master;               // of what this rank updates: fp32, or the lower halves; null without a master
+    char* master;               // of what this rank updates: fp32, or the lower halves; null without master weights
     double* step_sums;          // (NUM_STEP_SUMS) summed over micro-steps, then over ranks
     double* norm_scratch;
     StepState* state;
     StepState* h_state;         // (2) pinned: the host reads the step before, so that no step waits for it
-    GradPart* grad_parts;       // (num_tensors) where this rank's part of each reduced gradient is
-    int *found, *h_found;       // (2, num_tensors), pinned (num_tensors): which parts had an Inf or NaN, by slot
+    GradPart* grad_parts;       // (num_tensors) this rank's part of each reduced gradient
+    int *found, *h_found;       // (2, num_tensors), pinned (num_tensors): which tensors have non-finite gradients
     unsigned long long* hash;   // (1)
-    float* staging;              // (STAGING_ELEMS) pinned: between files and the device
-    unsigned short* halves;     // (2, STAGING_ELEMS) pinned: the same for what is not kept as floats
+    float* staging;             // (STAGING_ELEMS) pinned staging buffer between files and the device
+    unsigned short* halves;     // (2, STAGING_ELEMS) pinned: the same for data in 16 bits
     cudaStream_t compute, reduce, gather;
     cudaStream_t d2h;           // states to the host, for a checkpoint (save.h)
-    cudaEvent_t states_copied;  // d2h -> compute: they may change again
-    cudaEvent_t edge;           // of stream_wait where nothing else remembers the place
-    cudaEvent_t grad_buffer_free[UNIT_BUFFERS];   // reduce -> compute: the ring buffer may be overwritten
+    cudaEvent_t states_copied;  // d2h -> compute: states may be overwritten
+    cudaEvent_t edge;           // for stream_wait
+    cudaEvent_t grad_buffer_free[UNIT_BUFFERS]; // reduce -> compute: the buffer may be overwritten
     cudaEvent_t* params_ready;  // (param buckets) gather -> compute: the bucket's parameters are whole
 } Zero;
 
-/* `to` waits for what `from` has been given so far. The reason is for the reader. */
+/* Stream `to` waits for all work enqueued on `from` so far. The reason is for the reader. */
 static void stream_wait(cudaStream_t to, cudaStream_t from, cudaEvent_t event, const char* reason)
 {
     (void)reason;
@@ -139,7 +141,7 @@ static Place zero_place(const Zero* z, Offloaded part)
 static bool zero_slices_states(const Zero* z) { return z->stage >= 1; }
 static bool zero_slices_grads(const Zero* z) { return z->stage >= 2 && !z->reduces_once; }
 
-/* What this rank updates of unit u, in the flat space, and where its states are. */
+/* What this rank updates of unit u: its range in the flat space, and the start of its states. */
 static Range zero_owned(const Zero* z, int u)
 {
     return zero_slices_states(z) ? shard_slice(z->shard, u, z->comm->rank) : z->shard->units[u].range;
@@ -149,7 +151,7 @@ static size_t zero_state_first(const Zero* z, int u)
     return zero_slices_states(z) ? shard_packed_first(z->shard, u) : z->shard->units[u].range.first;
 }
 
-/* How unit u is kept and sent. */
+/* The data types of unit u. */
 static Storage unit_storage(const Zero* z, int u)
 {
     return unit_is_fp32(z->shard, u) ? Storage{Dtype::FP32, Dtype::FP32, Dtype::FP32, Dtype::FP32} : z->storage;
@@ -158,31 +160,32 @@ static Storage unit_storage(const Zero* z, int u)
 /* Elements of the fp32 unit that this rank updates. */
 static size_t num_fp32_states(const Zero* z) { return z->shard->num_fp32_units > 0 ? zero_owned(z, 0).count : 0; }
 
-/* Element `at` of an array over what this rank keeps of all units. The num_fp32 of the fp32 unit come first, as floats;
- * the others are of `dtype`. */
-static Values unit_values(const Zero* z, void* base, Dtype dtype, int u, size_t at, size_t num_fp32)
+/* Element `offset`, of unit u, of an array over what this rank stores of all units. It begins with the num_fp32
+ * elements of the fp32 unit, as floats; the others have `dtype`. */
+static Values unit_values(const Zero* z, void* base, Dtype dtype, int u, size_t offset, size_t num_fp32)
 {
-    if (unit_is_fp32(z->shard, u)) return values_from(values_of((float*)base), at);
-    return values_from(Values{(char*)base + num_fp32 * sizeof(float), dtype, nullptr}, at - num_fp32);
+    if (unit_is_fp32(z->shard, u)) return values_from(values_of((float*)base), offset);
+    return values_from(Values{(char*)base + num_fp32 * sizeof(float), dtype, nullptr}, offset - num_fp32);
 }
 static size_t values_bytes(size_t count, Dtype dtype, size_t num_fp32)
 {
     return num_fp32 * sizeof(float) + (count - num_fp32) * dtype_bytes(dtype);
 }
 
-/* Where this rank keeps element `flat` of what it updates of unit u, which is not kept in fp32. */
+/* Address of parameter `flat`, which this rank updates, of unit u, which is not the fp32 unit. */
 static floatX* zero_own_param(const Zero* z, int u, size_t flat)
 {
     return z->own_params[u] + (flat - zero_owned(z, u).first);
 }
 
-/* In 16 bits the gradients of a unit, which kernels make in fp32, are added to a whole copy when they are complete. */
+/* With --grad-dtype in 16 bits and whole gradients: kernels compute a unit's gradient in fp32 in grad_buffers[0]; when
+ * it is complete it is accumulated into whole_grads. */
 static bool unit_accumulates(const Zero* z, int u)
 {
     return !zero_slices_grads(z) && z->storage.grads != Dtype::FP32 && !z->persistent[u];
 }
 
-/* The reduced gradient of a flat range of unit u that this rank holds. */
+/* This rank's reduced gradient of unit u, from element `flat`. */
 static Values zero_reduced_grad(const Zero* z, int u, size_t flat)
 {
     if (!zero_slices_grads(z)) return values_from(z->whole_grads[u], flat - z->shard->units[u].range.first);
@@ -191,8 +194,8 @@ static Values zero_reduced_grad(const Zero* z, int u, size_t flat)
                        num_fp32_states(z));
 }
 
-/* How many of the elements that this rank updates of unit u before `flat` have no state in slot GAPPED_STATE: those of
- * hidden matrices, of which Muon keeps less. What lies between two tensors goes with the second. */
+/* Of the elements that this rank updates of unit u before `flat`, how many have no state in slot GAPPED_STATE: those of
+ * hidden matrices, for which Muon has fewer states. Padding between two tensors counts with the second. */
 static size_t zero_gap(const Zero* z, int u, size_t flat)
 {
     if (z->optimizer->hidden_states > GAPPED_STATE) return 0;
@@ -209,10 +212,10 @@ static size_t zero_gap(const Zero* z, int u, size_t flat)
     return gap;
 }
 
-/* What is kept of each element: the weights, and slot k of the optimizer's states as STATE_FIRST + k. */
+/* What is stored and saved for each element: the weight, and slot k of the optimizer's states as STATE_FIRST + k. */
 enum { STATE_WEIGHTS, STATE_FIRST, NUM_STATES = STATE_FIRST + MAX_STATES };
 
-/* Of tensor t? */
+/* Does tensor t have this state? */
 static bool state_is_kept(const Zero* z, int state, const Tensor* t)
 {
     const int k = state - STATE_FIRST;
@@ -220,14 +223,14 @@ static bool state_is_kept(const Zero* z, int state, const Tensor* t)
     return z->optimizer->states[k] != nullptr && !(t->hidden && k >= z->optimizer->hidden_states);
 }
 
-/* How many elements slot k has of what this rank updates of unit u. */
+/* Number of elements in slot k that this rank updates of unit u. */
 static size_t zero_state_elems(const Zero* z, int k, int u)
 {
     if (z->optimizer->states[k] == nullptr) return 0;
     return zero_owned(z, u).count - (k == GAPPED_STATE ? zero_gap(z, u, SIZE_MAX) : 0);
 }
 
-/* Slot k of what this rank updates of unit u. */
+/* Slot k of the states that this rank updates of unit u. */
 static Values zero_unit_state(const Zero* z, int k, int u)
 {
     const bool gapped = k == GAPPED_STATE;
@@ -235,22 +238,23 @@ static Values zero_unit_state(const Zero* z, int k, int u)
                        gapped ? z->num_fp32_gapped : num_fp32_states(z));
 }
 
-/* Where this rank keeps element `flat` of what it updates of unit u, and how: to the optimizer each is a float. */
+/* Address and type of a state of element `flat`, which this rank updates, of unit u. The optimizer reads and writes
+ * floats whatever the type. */
 static Values zero_state(const Zero* z, int state, int u, size_t flat)
 {
     const int k = state - STATE_FIRST;
-    size_t at = flat - zero_owned(z, u).first;
+    size_t offset = flat - zero_owned(z, u).first;
     if (state != STATE_WEIGHTS)
-        return values_from(zero_unit_state(z, k, u), at - (k == GAPPED_STATE ? zero_gap(z, u, flat) : 0));
+        return values_from(zero_unit_state(z, k, u), offset - (k == GAPPED_STATE ? zero_gap(z, u, flat) : 0));
     if (unit_is_fp32(z->shard, u)) return values_of(z->fp32_params + (flat - z->shard->units[u].range.first));
     floatX* param = zero_own_param(z, u, flat);
-    at += zero_state_first(z, u) - num_fp32_states(z);
+    offset += zero_state_first(z, u) - num_fp32_states(z);
     if (z->storage.master == FLOATX_DTYPE) return Values{param, FLOATX_DTYPE, nullptr};
-    if (z->storage.master == Dtype::SPLIT) return Values{param, Dtype::SPLIT, (unsigned short*)z->master + at};
-    return values_of((float*)z->master + at);
+    if (z->storage.master == Dtype::SPLIT) return Values{param, Dtype::SPLIT, (unsigned short*)z->master + offset};
+    return values_of((float*)z->master + offset);
 }
 
-/* The compute stream waits for what moves between ranks. */
+/* The compute stream waits for communication; the time counts as such. */
 static void wait_for_ranks(Zero* z, cudaEvent_t event)
 {
     Phase before = z->comm->num_ranks > 1 ? phase_begin(Phase::COMMUNICATION) : profile.phase;
@@ -259,7 +263,7 @@ static void wait_for_ranks(Zero* z, cudaEvent_t event)
 }
 
 // ------------------------------------------------------------------------------------------------------ parameters
-/* Every rank's slice of unit u to all ranks, on the gather stream. */
+/* All-gathers unit u on the gather stream. */
 static void unit_gather(Zero* z, int u)
 {
     size_t n = z->shard->units[u].range.count / z->shard->num_ranks;
@@ -277,7 +281,7 @@ static void unit_gather(Zero* z, int u)
     comm_all_gather(z->comm, z->unit_params[u], own, n, FLOATX_NCCL, z->gather);
 }
 
-/* If bucket b has the fp32 unit: what products read of it. */
+/* If bucket b has the fp32 unit: rounds the copy that GEMMs read. */
 static void bucket_round(Zero* z, int b, cudaStream_t stream)
 {
     if (z->fp32_rounded != nullptr && z->param_buckets.first_unit[b] == 0)
@@ -288,7 +292,7 @@ static void bucket_gather(Zero* z, int b)
 {
     CommunicationScope communication(z->gather, z->comm->num_ranks > 1);
     const Buckets* buckets = &z->param_buckets;
-    stream_wait(z->gather, z->compute, z->edge, "the slices are updated, and what was in the ring buffer is used up");
+    stream_wait(z->gather, z->compute, z->edge, "the slices are updated, and the buffer may be overwritten");
     OP_GROUP("gather_parameters", comm_kind(z->comm), z->gather);
     comm_group_begin(z->comm);
     for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++) unit_gather(z, u);
@@ -297,7 +301,7 @@ static void bucket_gather(Zero* z, int b)
     CUDA_CHECK(cudaEventRecord(z->params_ready[b], z->gather));
 }
 
-/* Bucket b of the ring, unless the buffer holds it. */
+/* Gathers bucket b into its buffer, unless it is cached there. */
 static void buffer_gather(Zero* z, int b)
 {
     int buffer = z->param_buckets.buffer[b];
@@ -306,20 +310,21 @@ static void buffer_gather(Zero* z, int b)
     bucket_gather(z, b);
 }
 
-/* The ring bucket that is used after that of `visit`, if it goes through the other buffer; else -1. */
+/* The buffered bucket that is used after that of `visit`, if it uses the other buffer; else -1. */
 static int next_buffered_bucket(const Zero* z, int visit)
 {
     const Buckets* buckets = &z->param_buckets;
     int b = buckets->of_unit[z->visits[visit]];
     for (int i = visit + 1; i < z->num_visits; i++) {
         int next = buckets->of_unit[z->visits[i]];
-        if (next != b && bucket_is_buffered(buckets, next)) return buckets->buffer[next] != buckets->buffer[b] ? next : -1;
+        if (next != b && bucket_is_buffered(buckets, next))
+            return buckets->buffer[next] != buckets->buffer[b] ? next : -1;
     }
     return -1;
 }
 
-/* Before the compute stream uses the parameters of unit u, the next of the visits: they are whole. What comes after
- * them starts to be gathered. A forward alone leaves out the rest; each micro-step starts with the first visit. */
+/* Before the compute stream uses the parameters of unit u, the next of the visits: waits until they are whole, and
+ * prefetches the next bucket. Every pass starts at the first visit; a forward without backward ends early. */
 static void zero_params_begin(Zero* z, int u)
 {
     const Buckets* buckets = &z->param_buckets;
@@ -327,18 +332,18 @@ static void zero_params_begin(Zero* z, int u)
     if (u == z->visits[0]) z->visit = 0;
     assert(z->visits[z->visit] == u);
     if (bucket_is_buffered(buckets, b)) buffer_gather(z, b);
-    wait_for_ranks(z, z->params_ready[b]);   // the bucket has arrived
+    wait_for_ranks(z, z->params_ready[b]);   // the bucket is gathered
     int next = next_buffered_bucket(z, z->visit++);
     if (bucket_is_buffered(buckets, next)) buffer_gather(z, next);
 }
 
-/* After passes outside of steps: what they leave in the ring is gathered again, so that every step sends the same. */
+/* After passes outside of steps: clears what they have cached, so that every step gathers the same. */
 static void zero_cache_clear(Zero* z)
 {
     for (int k = 0; k < UNIT_BUFFERS; k++) z->cached_bucket[k] = -1;
 }
 
-/* The slices have changed: whoever keeps whole units gets them anew, the ring is out of date. */
+/* The slices of bucket b have changed: gathers it if it is whole on every rank, else it is no longer cached. */
 static void zero_params_changed(Zero* z, int b)
 {
     if (bucket_is_buffered(&z->param_buckets, b)) z->cached_bucket[z->param_buckets.buffer[b]] = -1;
@@ -346,13 +351,13 @@ static void zero_params_changed(Zero* z, int b)
     else bucket_round(z, b, z->compute);
 }
 
-/* The same for all of them, after loading. */
+/* The same for all buckets, after loading. */
 static void zero_params_loaded(Zero* z)
 {
     for (int b = 0; b < z->param_buckets.num_buckets; b++) zero_params_changed(z, b);
 }
 
-/* Before anything but the model reads parameters on the compute stream. */
+/* Before code outside the model reads parameters on the compute stream. */
 static void zero_params_settle(Zero* z)
 {
     stream_wait(z->compute, z->gather, z->edge, "no gather is still writing");
@@ -366,7 +371,7 @@ static void gradient_clear(Zero* z, int u)
     CUDA_CHECK(cudaMemsetAsync(z->unit_grads[u], 0, n * sizeof(float), z->compute));
 }
 
-/* Before the first micro-step of a step: gradients that are summed over micro-steps start at 0. */
+/* Before the first micro-step of a step: clears its sums, and gradients that kernels accumulate over micro-steps. */
 static void zero_step_begin(Zero* z)
 {
     CUDA_CHECK(cudaMemsetAsync(z->step_sums, 0, NUM_STEP_SUMS * sizeof(double), z->compute));
@@ -374,20 +379,20 @@ static void zero_step_begin(Zero* z)
         if (!unit_is_buffered(&z->grad_buckets, u) && !unit_accumulates(z, u)) gradient_clear(z, u);
 }
 
-/* Before the backward of unit u: its buffer is clear, to be added to on the compute stream. */
+/* Before the backward of unit u: returns the cleared buffer to which kernels on the compute stream add its gradient. */
 static float* zero_gradient_begin(Zero* z, int u)
 {
     const Buckets* buckets = &z->grad_buckets;
     int b = buckets->of_unit[u];
     if (bucket_is_buffered(buckets, b) || unit_accumulates(z, u)) {
-        if (bucket_is_buffered(buckets, b) && u == buckets->first_unit[b + 1] - 1)   // the bucket two above has been sent
+        if (bucket_is_buffered(buckets, b) && u == buckets->first_unit[b + 1] - 1)   // the buffer's previous bucket is sent
             wait_for_ranks(z, z->grad_buffer_free[buckets->buffer[b]]);
         gradient_clear(z, u);
     }
     return z->unit_grads[u];
 }
 
-/* Unit u's whole gradient as it is sent: where it is kept, or, of another type, in the bucket's buffer. */
+/* Unit u's whole gradient in the communication dtype: itself, or its copy in z->sent. */
 static Values unit_sent(const Zero* z, int u)
 {
     Values kept = z->whole_grads[u];
@@ -396,20 +401,20 @@ static Values unit_sent(const Zero* z, int u)
     return values_from(Values{z->sent, sent, nullptr}, unit_buffer_offset(&z->grad_buckets, z->shard, u));
 }
 
-/* Does NCCL's sum over ranks go where it is kept? Not if it is to be added, is of another type or in host memory. */
+/* Can NCCL write its sum to the final buffer? Not if it is added there, has another type, or is in host memory. */
 static bool sum_goes_home(const Zero* z, Values own, Values sent, bool adds)
 {
     return own.dtype == sent.dtype && !adds && zero_place(z, OFFLOAD_GRADIENTS) == Place::DEVICE;
 }
 
-/* Starts the sum over ranks of unit u's gradient: this rank's slice of it goes where it is kept, or stays where it was
- * sent from; at stage 0 all of it does. */
+/* Enqueues the sum over ranks of unit u's gradient: of this rank's slice, at stage 0 of all of it. The result goes to
+ * its final buffer (zero_reduced_grad) or overwrites what was sent. */
 static void unit_reduce(Zero* z, int u, bool adds)
 {
     size_t count = z->shard->units[u].range.count, n = count / z->shard->num_ranks;
     Values inp = unit_sent(z, u), slice = values_from(inp, z->comm->rank * n);
     Values own = zero_reduced_grad(z, u, shard_slice(z->shard, u, z->comm->rank).first);
-    bool sums = z->comm->pieces != nullptr || z->comm->num_ranks == 1;   // and converts and adds on the way
+    bool sums = z->comm->pieces != nullptr || z->comm->num_ranks == 1;   // comm_reduce_scatter converts and adds too
     if (z->stage > 0) {
         if (sums) comm_reduce_scatter(z->comm, own, inp, n, adds, z->reduce);
         else comm_reduce_scatter(z->comm, sum_goes_home(z, own, inp, adds) ? own : slice, inp, n, false, z->reduce);
@@ -421,7 +426,7 @@ static void unit_reduce(Zero* z, int u, bool adds)
     }
 }
 
-/* What unit_reduce has left where it was sent from. */
+/* Copies the result to its final buffer if unit_reduce has not written it there. */
 static void unit_keep_reduced(Zero* z, int u, bool adds)
 {
     size_t count = z->shard->units[u].range.count, n = count / z->shard->num_ranks;
@@ -435,8 +440,8 @@ static void unit_keep_reduced(Zero* z, int u, bool adds)
     }
 }
 
-/* After the backward of unit u in micro-step `micro` of `num_micro`: sends what this stage sends now. A backward goes
- * down, so a bucket is complete with its lowest unit. */
+/* After the backward of unit u in micro-step `micro` of `num_micro`: reduces the bucket if this stage does so now. The
+ * backward goes from the last unit to the first, so a bucket is complete after its first unit. */
 static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
 {
     const Buckets* buckets = &z->grad_buckets;
@@ -449,7 +454,7 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
     stream_wait(z->reduce, z->compute, z->edge, "the bucket's gradient is complete");
     CommunicationScope communication(z->reduce, z->comm->num_ranks > 1);
     OP_GROUP("reduce_gradients", comm_kind(z->comm), z->reduce);
-    bool one_by_one = z->comm->pieces != nullptr;   // each is summed before the pieces of the next arrive
+    bool one_by_one = z->comm->pieces != nullptr;   // c->pieces has room for one unit
     for (int i = u; i < end; i++)
         if (unit_sent(z, i).at != z->whole_grads[i].at)
             values_convert(unit_sent(z, i), z->whole_grads[i], z->shard->units[i].range.count, z->reduce);
@@ -461,7 +466,7 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
 }
 
 // ------------------------------------------------------------------------------------------------- host and device
-/* out (count <= STAGING_ELEMS, pinned) = the floats of a state from element `flat` of unit u on. Synchronises. */
+/* out (count <= STAGING_ELEMS, pinned) = a state of unit u from element `flat`, as floats. Synchronises. */
 static void zero_state_to_host(Zero* z, int state, int u, size_t flat, size_t count, float* out)
 {
     Values from = zero_state(z, state, u, flat);
@@ -476,7 +481,7 @@ static void zero_state_to_host(Zero* z, int state, int u, size_t flat, size_t co
     for (size_t i = 0; i < count; i++) out[i] = value_load(halves, i);
 }
 
-/* The way back: what is kept in 16 bits is rounded to nearest. `values` (pinned) is overwritten. Synchronises. */
+/* The reverse; a state in 16 bits is rounded to nearest. `values` (pinned) is overwritten. Synchronises. */
 static void zero_state_from_host(Zero* z, int state, int u, size_t flat, size_t count, float* values)
 {
     Values to = zero_state(z, state, u, flat);
@@ -488,9 +493,9 @@ static void zero_state_from_host(Zero* z, int state, int u, size_t flat, size_t 
     if (to.low != nullptr)
         CUDA_CHECK(cudaMemcpyAsync(to.low, halves.low, size_bytes, cudaMemcpyDefault, z->compute));
     floatX* param = unit_is_fp32(z->shard, u) ? (floatX*)to.at : zero_own_param(z, u, flat);
-    if (state == STATE_WEIGHTS && (void*)param != to.at) {   // a master, of which the parameter is a rounded copy
+    if (state == STATE_WEIGHTS && (void*)param != to.at) {   // master weights: the parameter is a rounded copy
         CUDA_CHECK(cudaStreamSynchronize(z->compute));
-        floatX* rounded = (floatX*)values;                  // in place: what is written is never ahead of what is read
+        floatX* rounded = (floatX*)values;                  // in place: writes never overtake reads
         for (size_t i = 0; i < count; i++) {
             floatX x;
             store_weight(&x, values[i]);
@@ -501,8 +506,8 @@ static void zero_state_from_host(Zero* z, int state, int u, size_t flat, size_t 
     CUDA_CHECK(cudaStreamSynchronize(z->compute));
 }
 
-// ------------------------------------------------------------------------------------------- what is known about it
-/* Before the boundary: has this rank been asked to save, or to end? All ranks learn it from the step's sums. */
+// ---------------------------------------------------------------------------------------------------------- signals
+/* Before the boundary: adds this rank's request to save or to end to the step's sums, which reach all ranks. */
 static void zero_step_ask(Zero* z, Ask ask)
 {
     if (ask == Ask::NONE) return;
@@ -510,8 +515,8 @@ static void zero_step_ask(Zero* z, Ask ask)
     CUDA_CHECK(cudaMemsetAsync(sum, 0x3f, sizeof *sum, z->compute));     // 0x3f3f3f3f3f3f3f3f is a positive number
 }
 
-/* The first tensor with an Inf or NaN in its reduced gradient, of the step with this slot, which was skipped for it;
- * -1: none, the loss was not finite. The same on every rank. Synchronises. */
+/* The first tensor with a non-finite reduced gradient in the skipped step that used this slot; -1: none, the loss was
+ * not finite. The same on every rank. Synchronises. */
 static int zero_first_nonfinite(Zero* z, int slot)
 {
     const int n = z->shard->num_tensors;

@@ -1,18 +1,18 @@
 /* update.h: the end of a step, from reduced gradients to new parameters: norm, decision, optimizer, gather.
- * Most optimizers are one launch a unit over what this rank owns of it. Two need whole tensors in between:
+ * Most optimizers are one launch per unit over what this rank owns of it. Two need whole tensors before:
  *   LAMB  the norms of every tensor: sums over slices, all-reduced, so that they have the same bits at all stages
- *   Muon  whole hidden matrices. Each has one rank that makes it orthogonal (stages 1 to 3): that rank receives the
- *         slices of the others in the place of the gradient, and sends them back. R matrices are under way at a time,
- *         one for each rank, the largest first. A rank sends each of its elements once and receives it once; whole
- *         gathers would send R - 1 times as much and do all the arithmetic on every rank. At stage 0 gradients are
- *         whole everywhere, and each rank does all matrices itself: no bytes, but no share either. */
+ *   Muon  whole hidden matrices. At stages 1 to 3 one rank orthogonalizes each: it receives the other ranks' slices of
+ *         the gradient and sends back the result. R matrices at a time, one per rank, the largest first. A rank sends
+ *         and receives each of its elements once; an all-gather would send R - 1 times as much and do all the
+ *         arithmetic on every rank. At stage 0 every rank has the whole gradients and computes all matrices: it sends
+ *         nothing, but shares no work. */
 #pragma once
 #include "kernels/lamb.cuh"
 #include "kernels/muon.cuh"
 #include "stages.h"
 
 // ------------------------------------------------------------------------------------------------------------ units
-/* `range` of unit u from `first` on, as far as OPTIMIZER_MAX_RUNS tensors go: what one launch takes. */
+/* What one launch updates: `range` of unit u from element `first`, at most OPTIMIZER_MAX_RUNS tensors. */
 static Range unit_chunk(const Zero* z, int u, Range range, size_t first)
 {
     size_t end = range.first + range.count;
@@ -24,8 +24,9 @@ static Range unit_chunk(const Zero* z, int u, Range range, size_t first)
     return Range{first, end - first};
 }
 
-/* The runs of `range` of unit u, within what this rank owns. Padding between tensors goes along: its gradient is 0, it
- * stays 0. Muon's two halves are `hidden_ones` and the rest. What is kept in fp32 is not rounded stochastically. */
+/* The tensors in `range` of unit u, each with its rates (OptimizerRuns). Padding between tensors is updated too: its
+ * gradient is 0, so it stays 0. With Muon either the hidden matrices (`hidden_ones`) or the rest. Tensors stored in
+ * fp32 need no stochastic rounding. */
 static OptimizerRuns unit_runs(const Zero* z, int u, Range range, bool hidden_ones)
 {
     OptimizerRuns runs = {};
@@ -44,7 +45,7 @@ static OptimizerRuns unit_runs(const Zero* z, int u, Range range, bool hidden_on
     return runs;
 }
 
-/* Pass R over what this rank owns of unit u, mostly in one launch. */
+/* Applies pass R to what this rank owns of unit u, mostly in one launch. */
 template <class R> static void unit_update(Zero* z, int u, OptimizerConfig config, bool hidden_ones = false)
 {
     Range owned = zero_owned(z, u), chunk;
@@ -90,8 +91,8 @@ template <class R> static void lamb_begin(Zero* z, OptimizerConfig config)
 typedef struct MuonSpace {
     int* tensors;            // the hidden matrices, the largest first
     int num_tensors;
-    float* whole;            // stages 1-3: the matrix that is this rank's turn
-    floatX* x[2];            // its iterates: of q, k and v each by itself
+    float* whole;            // stages 1-3: the matrix that this rank works on
+    floatX* x[2];            // iterates of one matrix; q, k and v one at a time
     floatX* gram[2];
     double* parts;
 } MuonSpace;
@@ -122,20 +123,20 @@ static void plan_muon(Zero* z, Plan* plan)
     plan_add(plan, "Muon's matrices", Place::DEVICE, &m->parts, (size_t)MUON_PARTS);
 }
 
-/* What `rank` owns of tensor t, and the rank whose turn the idx-th matrix is. */
+/* What `rank` owns of tensor t, and the rank that works on the idx-th matrix. */
 static Range muon_part(const Zero* z, const Tensor* t, int rank)
 {
     return tensor_part(t, shard_slice(z->shard, t->unit, rank));
 }
 static int muon_rank(const Zero* z, int idx) { return idx % z->shard->num_ranks; }
 
-/* With Muon gradients are kept in fp32: see storage_from_flags. */
+/* With Muon gradients are stored in fp32: see storage_from_flags. */
 static float* muon_grad(const Zero* z, const Tensor* t, size_t flat)
 {
     return (float*)zero_reduced_grad(z, t->unit, flat).at;
 }
 
-/* A tensor's matrix, or q, k and v one after another. */
+/* Orthogonalizes a tensor's matrix, or its q, k and v one after another. */
 static void muon_tensor(Zero* z, const Tensor* t, float* values)
 {
     MuonSpace* m = z->muon;
@@ -146,7 +147,7 @@ static void muon_tensor(Zero* z, const Tensor* t, float* values)
                            (float)sqrt(fmax(1.0, fan_out / fan_in)), z->compute);
 }
 
-/* Matrix idx of a round between its owner and the others: towards the owner, or back. */
+/* Sends the slices of matrix idx to the rank that works on it, or back. */
 static void muon_move(Zero* z, int idx, bool back)
 {
     MuonSpace* m = z->muon;
@@ -167,7 +168,7 @@ static void muon_move(Zero* z, int idx, bool back)
                                cudaMemcpyDeviceToDevice, z->compute));
 }
 
-/* The matrices of a round. */
+/* The same for the matrices of a round, [first, end). */
 static void muon_move_round(Zero* z, int first, int end, bool back)
 {
     CommunicationScope communication(z->compute, true);
@@ -177,7 +178,7 @@ static void muon_move_round(Zero* z, int first, int end, bool back)
     comm_group_end(z->comm);
 }
 
-/* The gradients of hidden matrices become the directions of their steps. */
+/* Replaces the gradients of hidden matrices by the directions of their steps. */
 template <class R> static void muon_begin(Zero* z, OptimizerConfig config)
 {
     MuonSpace* m = z->muon;
@@ -212,7 +213,7 @@ static void plan_phase(Zero* z, Plan* plan)
     }
 }
 
-/* Bytes that this rank sends for it in a step. */
+/* Bytes that this rank sends for the optimizer's phase in a step. */
 static size_t phase_sent_bytes(const Zero* z)
 {
     const Shard* s = z->shard;
@@ -230,8 +231,8 @@ static size_t phase_sent_bytes(const Zero* z)
 }
 
 // --------------------------------------------------------------------------------------------------------- the step
-/* The optimizer R on what this rank owns. A bucket is gathered while the next is updated, and the forward that follows
- * waits for each bucket where it needs it. */
+/* Applies optimizer R to what this rank owns. A bucket is gathered while the next is updated; the next forward waits
+ * for each bucket before it uses it. */
 template <class R> static void params_update(Zero* z, OptimizerConfig config)
 {
     constexpr bool matrices = R::PHASE == TensorPhase::MATRICES;
@@ -247,8 +248,8 @@ template <class R> static void params_update(Zero* z, OptimizerConfig config)
     }
 }
 
-/* The boundary, in this order: reduce, overflow check, norm, clip, update of what this rank owns, gather. `slot` (0 or
- * 1) takes the step's result for the host. */
+/* The boundary, in this order: reduce, overflow check, norm, clip, update of what this rank owns, gather. The host
+ * reads the step's result from h_state[slot], slot 0 or 1. */
 static void zero_step_end(Zero* z, StepConfig config, OptimizerConfig optimizer, int slot)
 {
     const Shard* shard = z->shard;
@@ -264,7 +265,7 @@ static void zero_step_end(Zero* z, StepConfig config, OptimizerConfig optimizer,
     step_state_update(z->state, z->step_sums, config, z->compute);
     nonfinite_find(z->found + slot * shard->num_tensors, z->grad_parts, shard->num_tensors, z->state, z->compute);
     CUDA_CHECK(cudaMemcpyAsync(&z->h_state[slot], z->state, sizeof(StepState), cudaMemcpyDeviceToHost, z->compute));
-    CUDA_CHECK(cudaStreamWaitEvent(z->compute, z->states_copied, 0));   // what is being saved is on the host
+    CUDA_CHECK(cudaStreamWaitEvent(z->compute, z->states_copied, 0));   // the save has copied its states to the host
     switch (z->optimizer->optimizer) {
 #define OPTIMIZER_STEP(name, word, R) case Optimizer::name: params_update<R>(z, optimizer); break;
     OPTIMIZERS(OPTIMIZER_STEP)

@@ -1,10 +1,10 @@
-/* watchdog.h: no hang without a word. A thread of each rank notes five times a second that the rank is alive, in memory
- * that the ranks of a host share, and looks how long the rank's main thread has been at the same place. Past timeout_s
- * it says which rank waits in which collective of which step, and which rank of this host gives no sign of life or is
- * behind; then it ends the process, and the launcher ends the others. If the launcher ends them first, one says where
- * it was. The thread makes no CUDA, NCCL or MPI call, so that it cannot hang with them. With several hosts it knows its
- * own. The collective that it names is the oldest that is not complete, of those sent together the first: behind each,
- * its stream writes the number of it into host memory (progress.cuh). */
+/* watchdog.h: reports hangs. Five times a second a thread of each rank writes a heartbeat into memory shared by the
+ * ranks of a host, and checks how long the main thread has made no progress. After timeout_s it prints which rank waits
+ * in which collective of which step, and which rank of this host has no heartbeat or is behind; then it ends the
+ * process, and the launcher ends the others. If the launcher ends them first, one rank prints where it was. The thread
+ * makes no CUDA, NCCL or MPI call, so that it cannot hang with them. It knows only the ranks of its own host. The
+ * collective that it names is the oldest that is not complete, or the first of its group: after each collective its
+ * stream writes the collective's number into host memory (progress.cuh). */
 #pragma once
 #include <csignal>
 #include <ctime>
@@ -13,19 +13,19 @@
 
 enum { WATCH_STREAMS = 4, WATCH_ENQUEUED = 4096 };
 
-/* One per rank of the host, a cache line each, in shared memory of any content. */
+/* A rank's heartbeat, one cache line, in shared memory that is not initialized. */
 typedef struct alignas(64) Beat {
-    volatile unsigned long long is_set; // BEAT_IS_SET from when its rank has filled it until it leaves: no rank waits
-                                        // for another to start or to end
+    volatile unsigned long long is_set; // BEAT_IS_SET while its rank runs, so that no rank waits for
+                                        // another to start or to end
     volatile double alive_s, moved_s;   // when the thread and when the main thread last did something; monotonic clock
     volatile unsigned long long num_collectives;
     volatile int rank, pid;
-    volatile bool has_spoken;           // it has said why the run ends: the others need not
+    volatile bool has_spoken;           // it has printed why the run ends: the others print nothing
 } Beat;
 
 static const unsigned long long BEAT_IS_SET = 0x74726f676e696874ull;
 
-/* A collective on a stream. They are numbered from 1. */
+/* A collective on a stream. Collectives are numbered from 1. */
 typedef struct Enqueued { const char* name; size_t elems; int stream_idx; } Enqueued;
 
 typedef struct Watch {
@@ -34,11 +34,11 @@ typedef struct Watch {
     double timeout_s;           // 0: never
     const char* volatile activity; // what the main thread does
     volatile size_t elems, step;
-    size_t num_host_calls;      // in which this host waits for other ranks
-    Enqueued enqueued[WATCH_ENQUEUED];   // the newest; number k is at k % WATCH_ENQUEUED
+    size_t num_host_calls;      // host synchronizations with other ranks
+    Enqueued enqueued[WATCH_ENQUEUED]; // the newest; number k has index k % WATCH_ENQUEUED
     volatile unsigned long long num_enqueued;
-    const unsigned long long* volatile progress;   // (WATCH_STREAMS) the newest that is complete on each stream
-    volatile bool idle;         // the main thread waits for work: only others that give no sign of life count
+    const unsigned long long* volatile progress;   // (WATCH_STREAMS) number of the newest complete one
+    volatile bool idle;         // the main thread waits for work: only missing heartbeats count
     volatile bool stops;
     pthread_t thread;
 } Watch;
@@ -58,7 +58,7 @@ static double watch_now_s(void)
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
-/* The main thread is at another place. */
+/* The main thread begins another activity. */
 static void watch_move(Watch* w, const char* activity, size_t elems)
 {
     if (w == nullptr) return;
@@ -76,7 +76,7 @@ static void watch_collective(Watch* w, const char* name, size_t elems)
     watch_move(w, name, elems);
 }
 
-/* The main thread gives a stream a collective; returns its number. */
+/* The main thread has enqueued a collective; returns its number. */
 static unsigned long long watch_enqueued(Watch* w, const char* name, size_t elems, int stream_idx)
 {
     unsigned long long number = w->num_enqueued + 1;
@@ -97,7 +97,7 @@ __attribute__((no_sanitize("thread"))) static const Enqueued* watch_oldest(const
     return nullptr;
 }
 
-/* Where this rank is and who of the host is missing or behind, in one line. */
+/* One line: where this rank is, and which ranks of the host are missing or behind. */
 static int watch_text(const Watch* w, const char* why, char* line, size_t size)
 {
     double now = watch_now_s();
@@ -128,7 +128,7 @@ static int watch_text(const Watch* w, const char* why, char* line, size_t size)
     return n;
 }
 
-/* Has a rank of this host said why the run ends? */
+/* Has a rank of this host printed why the run ends? */
 static bool watch_is_said(void)
 {
     const Watch* w = watch_of_signals;
@@ -143,7 +143,7 @@ static void watch_say(const Watch* w, const char* why)
     if (watch_is_said()) return;
     w->beats[w->own].has_spoken = true;
     int n = watch_text(w, why, line, sizeof line);
-    if (write(2, line, n) < 0) return;   // there is nobody to tell
+    if (write(2, line, n) < 0) return;   // stderr is closed
 }
 
 /* Is a process of this host gone? Callable from a signal handler. */
@@ -154,7 +154,7 @@ static bool watch_misses_a_rank(const Watch* w)
     return false;
 }
 
-/* A message of another kind ends the run. */
+/* Another message ends the run: the watchdog prints nothing. */
 static void watch_has_spoken(void)
 {
     if (watch_of_signals != nullptr) watch_of_signals->beats[watch_of_signals->own].has_spoken = true;
@@ -166,7 +166,7 @@ static void watch_on_signal(int)
     _exit(1);
 }
 
-/* Since when this rank, or where it only waits for others one of them, has done nothing. */
+/* Time of this rank's last progress; if it is idle, of the oldest heartbeat of the host. */
 static double watch_since_s(const Watch* w)
 {
     if (!w->idle) return w->beats[w->own].moved_s;

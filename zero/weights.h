@@ -1,9 +1,8 @@
-/* weights.h: the weights of a model from a Hugging Face folder and into one. Each rank reads and writes its slice,
- * piece by piece through one bounce buffer: no tensor is ever whole in host memory. The files are those of
- * safetensors.h, single or sharded, F32, F16 or BF16; what is written is rounded from the fp32 master where there is
- * one. q, k and v in one tensor or in three are a matter of the model's table: joined tensors lie as one matrix.
- * A folder that not all ranks see is read by rank 0, which sends it to the others. Not handled: an export to such a
- * folder. */
+/* weights.h: reads and writes the weights of a model as a Hugging Face folder. Each rank reads and writes its slice,
+ * piece by piece through one staging buffer: no tensor is ever whole in host memory. The files are those of
+ * safetensors.h, single or sharded, F32, F16 or BF16; written weights are rounded from the fp32 master if there is one.
+ * Whether q, k and v are one tensor or three is in the model's table: joined tensors are stored as one matrix. A folder
+ * that not all ranks see is read by rank 0, which sends it to the others. Not handled: an export to such a folder. */
 #pragma once
 #include "data/folder.h"
 #include "data/safetensors.h"
@@ -12,7 +11,7 @@
 static const size_t MAX_FILE_BYTES = 5000000000;   // larger files are split
 
 // ------------------------------------------------------------------------------------------------------------ read
-/* A tensor by HF name, with or without the leading `transformer.` or `model.`: files of the base model leave it out. */
+/* A tensor by HF name, with or without the prefix `transformer.` or `model.`: files of the base model have none. */
 static const SafeTensor* find_weight(const SafeTensors* files, const char* name)
 {
     const SafeTensor* found = safetensors_find(files, name);
@@ -22,7 +21,7 @@ static const SafeTensor* find_weight(const SafeTensors* files, const char* name)
     return found;
 }
 
-/* The whole of tensor t as a row of a file's table. */
+/* The row of tensor t, or of the whole that it is a piece of, in a file's table. */
 static SafeTensor tensor_in_file(const Tensor* t, const char* name, SafeDtype dtype)
 {
     SafeTensor row = {};
@@ -44,11 +43,11 @@ static void ensure_shape(const SafeTensors* files, const SafeTensor* st, const T
         snprintf(have + strlen(have), sizeof have - strlen(have), "%s%zu", d ? "x" : "", st->dims[d]);
     for (int d = 0; d < t->num_dims; d++)
         snprintf(need + strlen(need), sizeof need - strlen(need), "%s%zu", d ? "x" : "", wanted.dims[d]);
-    ENSURE(same, "%s: tensor %s has shape %s, config.json asks for %s", files->files[st->file_idx].path,
+    ENSURE(same, "%s: tensor %s has shape %s, config.json needs %s", files->files[st->file_idx].path,
            st->name, have, need);
 }
 
-/* Buffers that old files carry and no model needs, and the head's copy of a tied embedding. */
+/* Constant buffers in older files, and the head's copy of a tied embedding. */
 static bool weight_is_ignored(const char* name, bool tied)
 {
     size_t n = strlen(name);
@@ -59,8 +58,8 @@ static bool weight_is_ignored(const char* name, bool tied)
     return tied && strcmp(name, "lm_head.weight") == 0;
 }
 
-/* A checksum: the sum over elements of a hash of place and bits, so that it is the same however a tensor is cut. Its
- * part from element `first` on. */
+/* Checksum of elements first, first + 1, ... of a tensor: the sum of a hash of index and bits of each, so that the sum
+ * over parts does not depend on how the tensor is cut. */
 static uint64_t tensor_sum(const float* values, size_t first, size_t count)
 {
     uint64_t sum = 0;
@@ -78,9 +77,9 @@ static bool all_ranks_see(const Comm* c, const char* path)
     return comm_max_host(c, access(path, R_OK) != 0) == 0;
 }
 
-/* A state of tensor t from its file: of each rank's slice what that rank reads, or rank 0 for it where the files are
- * not shared. Where states are not sliced, all ranks get it from there, so that each byte is read once. Adds tensor_sum
- * of what this rank has read to *sum, unless it is null. files and st may be null on a rank that does not read. */
+/* Reads a state of tensor t. Each rank reads its slice; if the files are not shared, rank 0 reads for all. If states
+ * are not sliced, each slice is read by one rank and broadcast, so that each byte is read once. Adds tensor_sum of what
+ * this rank has read to *sum, unless it is null. files and st may be null on a rank that does not read. */
 static void state_read(Zero* z, int state, const Tensor* t, const SafeTensors* files, const SafeTensor* st,
                        bool shared, uint64_t* sum)
 {
@@ -104,9 +103,9 @@ static void state_read(Zero* z, int state, const Tensor* t, const SafeTensors* f
     }
 }
 
-/* The weights of what this rank updates from the folder's model.safetensors; whole units are not gathered yet. Adds
+/* Reads the weights that this rank updates from the folder's model.safetensors, without gathering units. Adds
  * tensor_sum of what this rank has read to sums (num_tensors; pieces to their first), unless it is null. Returns the
- * bytes that it has read of tensors. */
+ * bytes of tensors that it has read. */
 static size_t weights_read(Zero* z, const char* folder, bool tied, uint64_t* sums)
 {
     const Shard* s = z->shard;
@@ -115,7 +114,7 @@ static size_t weights_read(Zero* z, const char* folder, bool tied, uint64_t* sum
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
         const SafeTensor* st = reads ? find_weight(files, t->name) : nullptr;
-        ENSURE(st != nullptr || !reads, "%s: has no tensor %s, which config.json asks for", folder, t->name);
+        ENSURE(st != nullptr || !reads, "%s: has no tensor %s, which config.json needs", folder, t->name);
         if (reads) ensure_shape(files, st, t);
         watch_move(z->comm->watch, "reading a tensor", tensor_elems(t));
         state_read(z, STATE_WEIGHTS, t, files, st, shared,
@@ -147,7 +146,7 @@ static SafeDtype weights_dtype(const char* name)
     return strcmp(name, "bf16") == 0 ? SafeDtype::BF16 : strcmp(name, "fp16") == 0 ? SafeDtype::F16 : SafeDtype::F32;
 }
 
-/* The table of the files to be. */
+/* The table of the files to write. */
 static SafeTensors* weights_plan(const Shard* s, const char* path, SafeDtype dtype, size_t max_file_bytes)
 {
     SafeTensor* list = (SafeTensor*)malloc_checked(s->num_tensors * sizeof *list);
@@ -159,7 +158,7 @@ static SafeTensors* weights_plan(const Shard* s, const char* path, SafeDtype dty
     return files;
 }
 
-/* This rank's slice of every tensor into the files. */
+/* Writes this rank's slice of every tensor. */
 static void weights_write_slices(Zero* z, const SafeTensors* files)
 {
     const Shard* s = z->shard;
@@ -191,8 +190,8 @@ static void weights_write(Zero* z, const char* path, SafeDtype dtype, size_t max
     comm_barrier(z->comm);
 }
 
-/* The weights alone as an HF folder: model.safetensors, then the small files, so that a folder that was not finished
- * has no config.json. */
+/* Writes the weights alone as an HF folder: model.safetensors, then the small files, so that an unfinished folder has
+ * no config.json. */
 static void weights_export(Zero* z, const char* folder, SafeDtype dtype, size_t max_file_bytes,
                            void (*small_files)(const char* folder, void* context), void* context)
 {
