@@ -21,7 +21,7 @@
 #include "run/tune.cuh"
 #include "run/version.h"
 
-/* One in each object, named by its precision and instruction set (kernels/cpu/isa.h). */
+/* One per object, named by its precision and instruction set (kernels/cpu/isa.h). */
 #if defined(PREC_BF16)
 #define RUN_ALL ISA_NAME(run_all_bf16)
 #elif defined(PREC_FP16)
@@ -36,7 +36,7 @@ static void train(Run* run)
 {
     const Flags* f = run->flags;
     run->on_terminal = on_terminal();
-    size_t first = run->step, unread = first + 1;   // first step whose result has not been seen
+    size_t first = run->step, unread = first + 1;   // unread: the first step whose result the host has not read
     size_t waits_before = comm_host_waits(&run->comm);
     trace_open(run);
     if (run->val_due) evaluate_and_say(run);
@@ -50,7 +50,7 @@ static void train(Run* run)
         bool hashes = last || saves || (f->hash_every > 0 && step % f->hash_every == 0);
         trace_poll(run, step - first, false);
         bool waits = evals || hashes || run->seen_skip || run->ask != Ask::NONE;
-        size_t settled = waits ? step : step - 1;       // else the newest is left for next time
+        size_t settled = waits ? step : step - 1;       // without a wait the newest is read one step later
         char hash[32] = "";
         if (hashes) snprintf(hash, sizeof hash, "%016llx", zero_state_hash(&run->zero));
         if (f->check_replicas > 0 && step % f->check_replicas == 0)
@@ -61,11 +61,11 @@ static void train(Run* run)
             repeat_say(run, hash);
         }
         if (evals) evaluate_and_say(run);
-        saves = saves || (f->out[0] && run->ask != Ask::NONE);          // asked since
+        saves = saves || (f->out[0] && run->ask != Ask::NONE);          // a signal since then
         if (saves) save(run);
         else save_poll(run, false);
         if (run->ask == Ask::SAVE) {
-            if (!saves) SAY("asked to save: there is no -o to save to\n");
+            if (!saves) SAY("asked to save: nothing is saved without -o\n");
             run->ask = Ask::NONE;
         }
         if (saves) ask_outside_step(run);
@@ -77,11 +77,11 @@ static void train(Run* run)
             f->out[0] ? ", which is saved" : "; nothing is saved without -o");
     if (!f->verbose) return;
     if (run->comm.num_ranks > 1 && run->step > 0)
-        SAY("sent    %zu bytes by rank 0, asked for %zu; %zu in steps, %zu a step as planned%s\n",
+        SAY("sent    communication volume of rank 0: %zu bytes, expected %zu; %zu in steps, planned per step %zu%s\n",
             comm_sent_so_far(&run->comm), run->comm.asked_bytes, run->step_asked_bytes, sent_bytes_per_step(run),
             run->batch_ramp.steps > 0 ? " at the end of the ramp" : "");
 #ifndef DEVICE_CUDA
-    SAY("waits   of the host: %zu inside steps, %zu for a step's result, %zu others\n", run->step_waits,
+    SAY("syncs   host synchronizations: %zu inside steps, %zu for a step's result, %zu others\n", run->step_waits,
         run->result_waits, comm_host_waits(&run->comm) - waits_before - run->step_waits - run->result_waits);
 #endif
 }
@@ -142,7 +142,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
 }
 
 #ifdef PREC_MAIN
-/* The precisions that this binary holds, Makefile's PREC or this one alone, each for every one of its ISAs. */
+/* The precisions in this binary, PREC of the Makefile or this one alone, each for every instruction set. */
 typedef void RunAll(const Flags* f, Comm* comm);
 #define ISA(isa) RunAll run_all_fp32_##isa, run_all_bf16_##isa, run_all_fp16_##isa;
 ISAS
@@ -168,7 +168,7 @@ static const struct { const char *name, *isa; RunAll* run_all; } precisions[] = 
 #endif
 };
 
-/* The names of precisions, or of the instruction sets of one. */
+/* The names of all precisions, or of the instruction sets of one precision. */
 static const char* precisions_have(char (&have)[64], const char* isas_of = nullptr)
 {
     have[0] = 0;
@@ -182,7 +182,7 @@ static const char* precisions_have(char (&have)[64], const char* isas_of = nullp
     return have;
 }
 
-/* Its first row that this machine can run, or the one that TRAIN_GPT_ISA names. */
+/* The first row of the precision that this machine can run, or the one that TRAIN_GPT_ISA names. */
 static RunAll* precision_find(const char* name)
 {
     char have[64];
@@ -197,7 +197,7 @@ static RunAll* precision_find(const char* name)
         die_usage("-p %s is not in this binary, have %s: build it in with make PREC='%s'", name, precisions_have(have),
                   name);
     if (asked != nullptr)
-        die_usage("TRAIN_GPT_ISA is %s: this binary has %s in %s, of which this machine must be able to run it", asked,
+        die_usage("TRAIN_GPT_ISA is %s: this binary has %s in %s; name one that this machine can run", asked,
                   precisions_have(have, name), name);
     die_usage("this machine runs none of the instruction sets of this binary, %s: build it here with make",
               precisions_have(have, name));

@@ -98,7 +98,7 @@ PLANS = """
 --gpu h100 --ranks 16 -m d24 -z 1 -p bf16 --auto -b 8 --fp32-tensors ln_1,ln_2 --optimizer adagrad
 """
 # What is not compared: host memory of the executable itself and the total it is in; of one rank, that it sends nothing.
-NOT_IN_PLANS = re.compile(r"^ .*\n +total .*\n(?=time )|^ZeRO .* 0\.00 MiB sent .*\n", re.M)
+NOT_IN_PLANS = re.compile(r"^ .*\n +total .*\n(?=time )|^ZeRO [^:]* 0\.00 MiB.*\n", re.M)
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\.?\w)")     # not those in names: bf16, gpt2-xl, 0.1.0
 
 

@@ -1,14 +1,14 @@
-/* bench.cuh: --bench: how fast is a step, and what is it made of? Tokens are made up, so no data are needed.
- *   ceilings   what the device gives at best, measured first: a large product in the run's precision, and memory
- *   warm-up    BENCH_WARMUP_STEPS steps, and in fp16 more until the loss scale has come down
- *   steps      -n steps as in training, timed by events; the host waits for none while the next is not enqueued. The
- *              median is the result; phases are those of the step that is the median
- *   operations a few more steps with every operation timed, of which the median one is shown: what each costs on paper,
- *              what that is a second, and how near it is to its roof, the longer of flops at the product's ceiling and
- *              bytes at the memory's
- * Model flops are 6 N + 6 L Q T a token: N all parameters, attention causal (Q is C in every preset), forward and
- * backward, nothing for what is made again. That is llm.c's convention; the share of the peak on step lines leaves out
- * what is no product. --bench-json FILE has all of it as numbers, units in the names. */
+/* bench.cuh: --bench: the time of a step and of each operation in it, on synthetic tokens, so that no data are needed.
+ *   ceilings   measured first: the rate of a large GEMM in the run's precision, and memory bandwidth
+ *   warm-up    BENCH_WARMUP_STEPS steps; more in fp16, until the loss scale has stopped falling
+ *   steps      -n steps as in training, timed by events; the host reads a step's result when the next is enqueued. The
+ *              median step is the result, and its phases are printed
+ *   operations a few more steps with every operation timed; the table is of the median one: estimated flops and bytes
+ *              of each operation, its rates, and its % of roofline. The roofline is the longer of flops at the GEMM
+ *              ceiling and bytes at the memory ceiling
+ * Model flops per token are 6 N + 6 L Q T: N all parameters, attention causal (Q is C in every preset), forward and
+ * backward, without recomputation. That is llm.c's convention; the % of peak of step lines counts GEMMs and attention
+ * only. --bench-json FILE has all figures, units in the names. */
 #pragma once
 #include <sys/resource.h>
 #include "trace.cuh"
@@ -16,7 +16,7 @@
 
 enum { BENCH_WARMUP_STEPS = 3, BENCH_MAX_WARMUP_STEPS = 30, BENCH_OP_STEPS = 3 };
 
-typedef struct Ceilings { int product_side; double product_flops, memory_bps; } Ceilings;   // a second
+typedef struct Ceilings { int product_side; double product_flops, memory_bps; } Ceilings;   // per second
 typedef struct BenchStep { double step_ms, phases_ms[NUM_PHASES]; bool skipped; } BenchStep;
 
 /* An operation with its sizes, in one phase of a step. */
@@ -27,15 +27,15 @@ typedef struct Bench {
     int num_warmup, num_steps, num_skipped;
     BenchStep* steps;
     int* order;                      // (num_steps) from the fastest to the slowest
-    double wall_s, page_faults, host_syncs;     // of the timed steps; a step
-    size_t device_peak_bytes, host_bytes;    // the process, of which in the CPU and emulated builds the device is part
+    double wall_s, page_faults, host_syncs;     // of the timed steps; per step
+    size_t device_peak_bytes, host_bytes;    // host: the process, in CPU and emulated builds with the device
     BenchOp* ops;
     int num_ops;
     double op_step_ms, compute_ms, moving_ms, hidden_ms, other_ms, done_flops;
 } Bench;
 
 // -------------------------------------------------------------------------------------------------------- ceilings
-/* Milliseconds of the best of a few calls after one to warm up. */
+/* Milliseconds of the fastest of a few calls, after one to warm up. */
 template <class F> static double best_ms(cudaStream_t stream, F call)
 {
     cudaEvent_t begin, end;
@@ -57,7 +57,7 @@ template <class F> static double best_ms(cudaStream_t stream, F call)
     return best;
 }
 
-/* Before the run's own memory is allocated; all ranks at once, as in a step. */
+/* Called before the run's own memory is allocated; on all ranks at once, since they share resources as in a step. */
 static Ceilings ceilings_measure(const Run* run)
 {
 #if defined(DEVICE_CUDA)
@@ -73,8 +73,8 @@ static Ceilings ceilings_measure(const Run* run)
     Plan plan = {};
     floatX *a, *b, *d;
     float *x, *y;
-    for (floatX** p : {&a, &b, &d}) plan_add(&plan, "ceiling of products", Place::DEVICE, p, side * side);
-    for (float** p : {&x, &y}) plan_add(&plan, "ceiling of memory", Place::DEVICE, p, elems);
+    for (floatX** p : {&a, &b, &d}) plan_add(&plan, "GEMM ceiling", Place::DEVICE, p, side * side);
+    for (float** p : {&x, &y}) plan_add(&plan, "memory ceiling", Place::DEVICE, p, elems);
     plan_add_bytes(&plan, "workspace", Place::DEVICE, matmul_workspace_bytes(), nullptr);
     plan_allocate(&plan);
     cudaStream_t stream;
@@ -96,7 +96,7 @@ static Ceilings ceilings_measure(const Run* run)
 }
 
 // ----------------------------------------------------------------------------------------------------------- steps
-/* Tokens as text has them, a few often and most seldom: the k-th by Zipf's law, each rank and micro-step its own. */
+/* Synthetic tokens with the frequencies of text (Zipf's law), different in each rank and micro-step. */
 static void tokens_make_up(Run* run)
 {
     const double V = run->model.config.V;
@@ -118,7 +118,7 @@ static long page_faults_so_far(void)
 static double host_syncs_so_far(void)
 {
 #ifdef DEVICE_CUDA
-    return NAN;                      // nobody counts them there
+    return NAN;                      // not counted on a GPU
 #else
     return (double)host_sync_count();
 #endif
@@ -130,7 +130,7 @@ static bool step_was_skipped(const Run* run, int slot)
     return skip == Skip::NONFINITE || skip == Skip::SPIKE;
 }
 
-/* One more step; returns how often the host waited in it. */
+/* One more step; returns its host synchronizations. */
 static double bench_step(Run* run)
 {
     double before = host_syncs_so_far();
@@ -139,7 +139,7 @@ static double bench_step(Run* run)
     return host_syncs_so_far() - before;
 }
 
-/* This rank's: all keep step through the sums at the end of each. */
+/* The times of this rank only: the all-reduce at the end of a step keeps ranks together. */
 static void bench_step_read(const Run* run, size_t step, BenchStep* s)
 {
     int slot = (int)(step % STEPS_IN_FLIGHT);
@@ -184,7 +184,7 @@ static void bench_steps(Run* run, Bench* b)
     }
 }
 
-/* The step below which the share q of all lies. */
+/* The step at quantile q. */
 static const BenchStep* bench_quantile(const Bench* b, double q)
 {
     int at = (int)(q * b->num_steps);
@@ -200,7 +200,7 @@ static int interval_compare(const void* a, const void* b)
     return x < y ? -1 : x > y;
 }
 
-/* Sorted and joined, in place; returns how many are left. */
+/* Sorts intervals and merges those that overlap, in place; returns how many are left. */
 static int intervals_join(Interval* x, int n)
 {
     int last = -1;
@@ -219,7 +219,7 @@ static double intervals_length(const Interval* x, int n)
     return sum;
 }
 
-/* How long both go on; of joined ones. */
+/* Total overlap of two sets of merged intervals. */
 static double intervals_overlap(const Interval* x, int num_x, const Interval* y, int num_y)
 {
     double sum = 0;
@@ -255,7 +255,7 @@ static int op_compare(const void* a, const void* b)
     return x > y ? -1 : x < y;
 }
 
-/* What lies within the step of this span: operations, and what of the movements is hidden behind them. */
+/* The operations within the span of a step, and how much of the communication they hide. */
 static void bench_ops_of_step(Bench* b, const Span* step)
 {
     Interval* computes = (Interval*)malloc_checked(2 * profile.num_spans * sizeof(Interval));
@@ -269,7 +269,7 @@ static void bench_ops_of_step(Bench* b, const Span* step)
         if (x.begin >= x.end) continue;
         if (span->kind == SpanKind::COMPUTE) computes[num_computes++] = x;
         if (span->kind == SpanKind::COMMUNICATION) moves[num_moves++] = x;
-        if (span->begin_ms < step->begin_ms) continue;       // a gather of the step before that still goes on
+        if (span->begin_ms < step->begin_ms) continue;       // a gather of the previous step that is still running
         bench_op_add(b, span);
         b->done_flops += span->flops;
     }
@@ -284,7 +284,7 @@ static void bench_ops_of_step(Bench* b, const Span* step)
     qsort(b->ops, b->num_ops, sizeof *b->ops, op_compare);
 }
 
-/* Steps with every operation timed; the first of them only makes the events. */
+/* Steps with every operation timed; the first only creates the events. */
 static void bench_ops(Run* run, Bench* b)
 {
     const int num_steps = run->flags->profile > 0 ? (int)run->flags->profile : (int)BENCH_OP_STEPS;
@@ -309,18 +309,18 @@ static void bench_ops(Run* run, Bench* b)
 }
 
 // -------------------------------------------------------------------------------------------------------- figures
-/* What is printed and written about the whole step. Rates are of one rank. */
+/* Figures of the whole step. Rates are of one rank. */
 typedef struct BenchFigures {
     double median_ms, min_ms, p25_ms, p75_ms, max_ms, mean_ms;
-    double toks_per_s, flops_per_token, model_flops, done_flops;    // flops a second
-    double mfu, hfu, product_share;                                 // hfu: with what is made again; 0: peak not known
+    double toks_per_s, flops_per_token, model_flops, done_flops;    // flops per second
+    double mfu, hfu, product_share;                                 // hfu: with recomputation; 0: peak unknown
     double exposed_ms, host_plan_bytes;
 } BenchFigures;
 
 static size_t device_peak_now(void)
 {
 #ifdef DEVICE_CUDA
-    size_t free_bytes, total_bytes;                  // with what CUDA, cuBLAS, NCCL and others hold
+    size_t free_bytes, total_bytes;                  // includes CUDA, cuBLAS, NCCL and other processes
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
     return total_bytes - free_bytes;
 #else
@@ -382,9 +382,9 @@ static const char* sizes_text(const Span* span, char (&text)[64])
 static void bench_print_ops(const Bench* b)
 {
     const Ceilings* c = &b->ceilings;
-    printf("operations of the median of a few more steps, each timed: %.2f ms\n", b->op_step_ms);
+    printf("operations of the median of a few more steps, every operation timed: %.2f ms\n", b->op_step_ms);
     printf("  %-13s %-27s %-22s %6s %10s %6s %9s %9s  %s\n", "phase", "operation", "sizes", "calls", "ms", "share",
-           "Gflop/s", "GB/s", "of its roof");
+           "Gflop/s", "GB/s", "% of roofline");
     double small_ms = 0;
     for (int i = 0; i < b->num_ops; i++) {
         const BenchOp* op = &b->ops[i];
@@ -395,11 +395,11 @@ static void bench_print_ops(const Bench* b)
         if (op->bytes > 0) snprintf(bytes, sizeof bytes, "%.2f", op->bytes * 1e-6 / op->ms);
         if (span->kind == SpanKind::COMPUTE && op->ms > 0 && op_roof_ms(c, op) > 0)
             snprintf(roof, sizeof roof, "%5.1f%% %s", 100 * op_roof_ms(c, op) / op->ms,
-                     op_is_of_products(c, op) ? "products" : "memory");
+                     op_is_of_products(c, op) ? "GEMM" : "memory");
         printf("  %-13s %-27s %-22s %6d %10.3f %5.1f%% %9s %9s  %s\n", phase_names[(int)span->phase], span->name,
                sizes_text(span, sizes), op->calls, op->ms, 100 * op->ms / b->op_step_ms, flops, bytes, roof);
     }
-    printf("  smaller ones %.3f ms\n  computing %.2f ms, communication not hidden %.2f ms, between them %.2f ms\n",
+    printf("  smaller ones %.3f ms\n  compute %.2f ms, exposed communication %.2f ms, idle %.2f ms\n",
            small_ms, b->compute_ms, b->moving_ms - b->hidden_ms, b->other_ms);
 }
 
@@ -407,26 +407,27 @@ static void bench_print(const Run* run, const Bench* b, const BenchFigures* x)
 {
     const BenchStep* median = bench_quantile(b, 0.5);
     printf("bench   %d steps after %d to warm up", b->num_steps, b->num_warmup);
-    if (b->num_skipped > 0) printf(" | %d were SKIPPED (Inf or NaN), which costs less: lower -l", b->num_skipped);
+    if (b->num_skipped > 0)
+        printf(" | %d were SKIPPED (non-finite gradients), which takes less time: lower -l", b->num_skipped);
     printf("\nstep    %.2f ms median | %.2f fastest | %.2f to %.2f quartiles | %.2f slowest | %.1f tok/s\n",
            x->median_ms, x->min_ms, x->p25_ms, x->p75_ms, x->max_ms, x->toks_per_s);
-    printf("flops   %.4g Gflop/s per rank (6 N + 6 L C T a token, N all parameters, causal)", x->model_flops * 1e-9);
-    if (x->mfu > 0) printf(" | %.1f%% MFU of %.4g | %.1f%% with all that is done", 100 * x->mfu,
+    printf("flops   %.4g Gflop/s per rank (6 N + 6 L C T per token, N all parameters, causal)", x->model_flops * 1e-9);
+    if (x->mfu > 0) printf(" | %.1f%% MFU of %.4g | %.1f%% HFU, with recomputation", 100 * x->mfu,
                            run->device.peak_flops * 1e-9, 100 * x->hfu);
-    printf("\nceiling %.1f%% of a product of %d x %d x %d at %.4g Gflop/s | memory %.1f GB/s\n", 100 * x->product_share,
+    printf("\nceiling %.1f%% of a GEMM of %d x %d x %d at %.4g Gflop/s | memory %.1f GB/s\n", 100 * x->product_share,
            b->ceilings.product_side, b->ceilings.product_side, b->ceilings.product_side,
            b->ceilings.product_flops * 1e-9, b->ceilings.memory_bps * 1e-9);
-    printf("memory  device %.1f MiB at most, planned %.1f | the process %.1f MiB, planned %.1f\n",
+    printf("memory  device %.1f MiB peak, planned %.1f | process %.1f MiB, planned %.1f\n",
            b->device_peak_bytes / 1048576.0, plan_bytes(&run->plan, Place::DEVICE) / 1048576.0,
            b->host_bytes / 1048576.0, x->host_plan_bytes / 1048576.0);
-    printf("host    %.1f page faults a step", b->page_faults);
-    if (std::isfinite(b->host_syncs)) printf(" | waits for the device %.1f times in a step", b->host_syncs);
+    printf("host    %.1f page faults per step", b->page_faults);
+    if (std::isfinite(b->host_syncs)) printf(" | %.1f host synchronizations per step", b->host_syncs);
     printf("\nphases ");
     for (int i = 0; i < NUM_PHASES; i++)
         if (median->phases_ms[i] > 0)
             printf(" %s %.2f ms (%.1f%%)", phase_names[i], median->phases_ms[i],
                    100 * median->phases_ms[i] / median->step_ms);
-    printf("\nsent    %zu bytes a step and rank | %.2f ms waited for, %.2f ms hidden behind other work\n",
+    printf("\nsent    communication volume per step and rank %zu bytes | %.2f ms exposed, %.2f ms hidden\n",
            sent_bytes_per_step(run), x->exposed_ms, b->hidden_ms);
     bench_print_ops(b);
 }
@@ -440,7 +441,7 @@ static void bench_json_ops(cJSON* j, const Bench* b)
         JsonText sizes = {};
         json_text_add(&sizes, "{");
         sizes_as_members(&sizes, op->span);
-        if (sizes.length > 1) sizes.length -= 2;     // the comma
+        if (sizes.length > 1) sizes.length -= 2;     // overwrites the last comma
         sizes.text[sizes.length] = 0;
         json_text_add(&sizes, "}");
         cJSON* row = json_new_object();
@@ -454,7 +455,7 @@ static void bench_json_ops(cJSON* j, const Bench* b)
         json_add_float(row, "bytes", op->bytes);
         json_add_float(row, "gflop_per_s", op->ms > 0 ? op->flops * 1e-6 / op->ms : 0);
         json_add_float(row, "gb_per_s", op->ms > 0 ? op->bytes * 1e-6 / op->ms : 0);
-        json_add_string(row, "bound", op_is_of_products(c, op) ? "products" : "memory");
+        json_add_string(row, "bound", op_is_of_products(c, op) ? "GEMM" : "memory");
         json_add_float(row, "roof_ms", op_roof_ms(c, op));
         cJSON_AddItemToArray(list, row);
         json_text_free(&sizes);
@@ -478,7 +479,7 @@ static void bench_json_step(cJSON* j, const Bench* b, const BenchFigures* x)
         json_add_float(phases, phase_names[i], bench_quantile(b, 0.5)->phases_ms[i]);
 }
 
-/* --bench-json: the run's settings first, then every figure. */
+/* Writes --bench-json: the run's settings, then every figure. */
 static void bench_json(const Run* run, const Bench* b, const BenchFigures* x, const char* model_name)
 {
     const Setting* s = &run->setting;
@@ -489,7 +490,7 @@ static void bench_json(const Run* run, const Bench* b, const BenchFigures* x, co
     for (auto member : {std::initializer_list<const char*>{"version", VERSION}, {"date", now},
                         {"device", run->device.name}, {"model", model_name}, {"precision", FLOATX_NAME},
                         {"optimizer", run->flags->optimizer}, {"recompute", recompute_name(*s, level)},
-                        {"flops_convention", "6 N + 6 L C T a token: N all parameters, attention causal"}})
+                        {"flops_convention", "6 N + 6 L C T per token: N all parameters, attention causal"}})
         json_add_string(j, member.begin()[0], member.begin()[1]);
     const struct { const char* key; double value; } figures[] = {
         {"num_ranks", (double)run->comm.num_ranks}, {"num_threads", (double)run->device.num_threads},
@@ -519,7 +520,7 @@ static void bench_json(const Run* run, const Bench* b, const BenchFigures* x, co
 // -------------------------------------------------------------------------------------------------------- the mode
 static size_t bench_num_steps(const Flags* f) { return f->given[FLAG_steps] ? (size_t)f->steps : 20; }
 
-/* Of them, the warm-up and what is looked at more closely: the length of the schedule. */
+/* Steps in all, with warm-up and timed operations: the length of the schedule. */
 static size_t bench_total_steps(const Flags* f)
 {
     size_t num_op_steps = f->profile > 0 ? (size_t)f->profile : (size_t)BENCH_OP_STEPS;

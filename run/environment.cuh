@@ -1,5 +1,5 @@
-/* environment.cuh: --report: what this binary is made of and what it finds around it, a row each: what, what is there,
- * and where something is missing what to do about it. Starts no ranks and allocates nothing on a device. */
+/* environment.cuh: --report: what this binary is built with and what it finds on this machine, a row each: name, what
+ * was found, and how to fix it if something is missing. Starts no ranks and allocates nothing on a device. */
 #pragma once
 #include <cjson/cJSON.h>
 #define PCRE2_CODE_UNIT_WIDTH 8
@@ -71,7 +71,7 @@ static void environment_host(void)
     bool has_512 = __builtin_cpu_supports("avx512f"), has_2 = __builtin_cpu_supports("avx2");
     bool slower = (has_512 && !built_512) || (has_2 && !built_2);
 #ifdef DEVICE_CUDA
-    slower = false;                                  // the host does little there
+    slower = false;                                  // on a GPU the host's instruction set matters little
 #endif
     environment_row("SIMD", slower ? "built on another machine: make clean && make" : nullptr,
                     "built for %s; this CPU has %s", built_512 ? "AVX-512" : built_2 ? "AVX2" : "SSE2",
@@ -165,7 +165,7 @@ static void environment_gpus(void)
 #endif
 }
 
-/* version: the line of --version; precisions: those that are linked in, with blanks between. */
+/* version: the line of --version; precisions: those in this binary, space-separated. */
 static void environment_print(const char* version, const char* precisions)
 {
     char path[4096];

@@ -2,9 +2,9 @@
 #pragma once
 #include "train_step.cuh"
 
-typedef struct { double loss; double num_tokens; } EvalResult;   // of no token: cut short
+typedef struct { double loss; double num_tokens; } EvalResult;   // of no token: ended early by a signal
 
-/* Between steps, where the hosts may wait for one another. */
+/* Called between steps, where host synchronizations are allowed. */
 static Ask ask_outside_step(Run* run)
 {
     Ask ask = signals_agree(&run->comm);
@@ -12,8 +12,8 @@ static Ask ask_outside_step(Run* run)
     return run->ask;
 }
 
-/* The whole validation set (or --eval-batches of it): sum of losses / tokens. Ranks without data run empty batches. A
- * run that is asked to end cuts it short. */
+/* Mean loss per token of the validation set, or of --eval-batches of it. Ranks without data run empty batches. A signal
+ * to end the run ends the validation early. */
 static EvalResult evaluate(Run* run)
 {
     Loader* val = run->val;
@@ -22,10 +22,10 @@ static EvalResult evaluate(Run* run)
     if (run->flags->eval_batches > 0 && (size_t)run->flags->eval_batches < num_batches)
         num_batches = run->flags->eval_batches;
     loader_seek(val, 0);
-    double* sums = z->step_sums;   // free between steps
+    double* sums = z->step_sums;   // not used between steps
     CUDA_CHECK(cudaMemsetAsync(sums, 0, 2 * sizeof(double), z->compute));
     for (size_t i = 0; i < num_batches; i++) {
-        if (ask_outside_step(run) == Ask::END) return EvalResult{};      // there is no step after it
+        if (ask_outside_step(run) == Ask::END) return EvalResult{};      // no step follows
         cudaEvent_t copied = run->batch_copied[i % 2];
         CUDA_CHECK(cudaEventSynchronize(copied));                // the copy before the last
         load_batch(run, val, i % 2, run->T);
@@ -75,10 +75,10 @@ static void evaluate_and_say(Run* run)
 
 #define SAMPLE_FIELDS(F) \
     F(step,   int,  "", true, (long long)run->step, "after which it was generated") \
-    F(sample, text, "", true, valid, "what the model makes of the validation text's beginning, at the end of a run")
+    F(sample, text, "", true, valid, "the model's continuation of the first validation text, at the end of a run")
 
-/* At the end of a run, where there is a tokenizer: what the model makes of the validation text's beginning. On rank 0;
- * the others wait, or at stage 3 take part. */
+/* At the end of a run, if there is a tokenizer: continues the beginning of the validation text. Rank 0 prints it; the
+ * other ranks wait, or at stage 3 compute too. */
 static void say_sample(Run* run)
 {
     if ((run->comm.rank == 0 || run->setting.stage == 3) && run->tokenizer_path[0]) {

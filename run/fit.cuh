@@ -1,5 +1,4 @@
-/* fit.cuh: settings and their estimates: what they need, about how long a step takes (step_time.cuh), what to change
- * when the memory is too small. */
+/* fit.cuh: estimates for a setting: memory, time of a step (step_time.cuh), and what to change if it does not fit. */
 #pragma once
 #include "kernels/cpu/isa.h"
 #include "run.cuh"
@@ -9,7 +8,7 @@ typedef struct Estimate {
     size_t device_bytes;
     Costs costs;
     StepTime time;
-    double copy_s, step_s;     // of activations to host memory and back; with it
+    double copy_s, step_s;     // move_s: offload of activations; step_s: the step with it
 } Estimate;
 
 static const char* recompute_name(Setting s, char (&buf)[16])
@@ -19,7 +18,7 @@ static const char* recompute_name(Setting s, char (&buf)[16])
     return buf;
 }
 
-/* The present run with another setting. */
+/* Estimates this run with another setting. */
 static Estimate setting_estimate(const Run* run, Setting s)
 {
     Run* trial = (Run*)malloc_checked(sizeof(Run));
@@ -31,7 +30,7 @@ static Estimate setting_estimate(const Run* run, Setting s)
     e.device_bytes = plan_bytes(&trial->plan, Place::DEVICE);
     step_cost(&e.costs, &trial->model);
     e.time = step_time(&run->device, &trial->model, &e.costs);
-    if (e.time.step_s > 0 && trial->model.offloads)   // there and back in each micro-step
+    if (e.time.step_s > 0 && trial->model.offloads)   // to the host and back in each micro-step
         e.copy_s = 2.0 * s.G * (double)offload_bytes(&trial->model.inputs) / host_rate(&run->device);
     e.step_s = run->flags->overlap ? fmax(e.time.step_s, e.copy_s) : e.time.step_s + e.copy_s;
     plan_run_free(trial);
@@ -39,13 +38,13 @@ static Estimate setting_estimate(const Run* run, Setting s)
     return e;
 }
 
-/* Bytes on the device in bf16: the object of that precision has the function, if it is in this binary. */
+/* Device bytes of the plan in bf16, from the object of that precision, if it is in this binary. */
 __attribute__((weak)) size_t ISA_NAME(device_bytes_bf16)(const Run* run, Setting s);
 #ifdef PREC_BF16
 size_t ISA_NAME(device_bytes_bf16)(const Run* run, Setting s) { return setting_estimate(run, s).device_bytes; }
 #endif
 
-/* The next lower micro-batch that keeps the global batch. */
+/* The next smaller micro-batch with the same global batch. */
 static bool lower_micro_batch(Setting* s)
 {
     int per_rank = s->B * s->G;
@@ -58,7 +57,7 @@ static bool lower_micro_batch(Setting* s)
     return false;
 }
 
-/* Storage and offload that are not the default, as they are written on the command line. */
+/* Storage and offload as flags, where they are not the default. */
 static const char* storage_name(Setting s, char (&buf)[128])
 {
     const char* master = s.storage.master == Dtype::SPLIT ? " --master split"
@@ -78,12 +77,12 @@ static void rung_print(const Run* run, FILE* f, Setting s, size_t have_bytes, Es
     char level[16], storage[128];
     fprintf(f, "  -z %d -r %-9s -b %-4d -g %-4d %12.1f MiB  %-5s%s", s.stage, recompute_name(s, level), s.B, s.G,
             e.device_bytes / 1048576.0, e.device_bytes <= have_bytes ? "fits" : "", storage_name(s, storage));
-    if (e.step_s > 0) fprintf(f, "  %.3g s a step", e.step_s);
+    if (e.step_s > 0) fprintf(f, "  %.3g s per step", e.step_s);
     fprintf(f, "\n");
 }
 
-/* The next rung down: a split master, stage, recomputation, micro-batch, host memory. Each keeps those before it, and
- * none changes the numbers. */
+/* The next change that saves memory: split master weights, stage, recomputation, micro-batch, offload. Changes add up,
+ * and none changes the numbers. */
 static bool rung_next(const Run* run, Setting* s)
 {
     Storage* storage = &s->storage;
@@ -97,7 +96,7 @@ static bool rung_next(const Run* run, Setting* s)
     for (unsigned part : {OFFLOAD_OPTIMIZER, OFFLOAD_ACTIVATIONS, OFFLOAD_GRADIENTS, OFFLOAD_PARAMETERS}) {
         Setting lower = *s;
         lower.offloaded |= part;
-        if (part >= OFFLOAD_GRADIENTS) lower.stage = 3;      // on one rank too
+        if (part >= OFFLOAD_GRADIENTS) lower.stage = 3;      // works on one rank too
         if (lower.offloaded == s->offloaded || offload_mismatch(&lower, run->flags) != nullptr) continue;
         *s = lower;
         return true;
@@ -105,7 +104,7 @@ static bool rung_next(const Run* run, Setting* s)
     return false;
 }
 
-/* What to change, in order, to come below have_bytes; ends with the first that fits. */
+/* Prints changes, each on top of those before, up to the first setting that fits into have_bytes. */
 static void ladder_print(const Run* run, FILE* f, size_t have_bytes)
 {
     Setting s = run->setting;
@@ -124,7 +123,7 @@ static void ladder_print(const Run* run, FILE* f, size_t have_bytes)
     fprintf(f, "  none of these fits: lower -t, raise the number of ranks, or take a smaller model\n");
 }
 
-/* --auto: of what was not given, the setting with the shortest estimate that fits. */
+/* --auto: of all values of flags that were not given, the setting that fits with the shortest estimated step. */
 static void setting_choose(Run* run, size_t have_bytes)
 {
     const Flags* f = run->flags;
@@ -163,7 +162,7 @@ static void setting_choose(Run* run, size_t have_bytes)
     run->G = best.G;
 }
 
-/* What each level of recomputation would take. */
+/* Prints memory and time with each other level of recomputation. */
 static void recompute_print(const Run* run, FILE* f, size_t have_bytes)
 {
     fprintf(f, "with other levels of recomputation\n");

@@ -1,10 +1,10 @@
 /* folder.cuh: what a run writes and is resumed from: OUT/run.json, log.jsonl, step_*, and the model's config.json and
  * tokenizer.json.
- *   save           at a step boundary: a checkpoint is begun       save_poll   at every later one: it gets further
+ *   save           at a step boundary: begins a checkpoint         save_poll   at every later one: continues it
  *   choose_resume  where --resume points                           resume      resumes there
  *   record_start   OUT/run.json                                    log_start   the log's first line
  *   tokenizer_keep OUT/tokenizer.json
- *   repeat_check   is this machine like that of the run to reproduce?   repeat_say  are the bits equal? */
+ *   repeat_check   do ranks and data match the run to reproduce?   repeat_say  are the bits equal? */
 #pragma once
 #include "run.cuh"
 #include "data/run_record.h"
@@ -12,7 +12,7 @@
 #include "zero/save.h"
 
 // ------------------------------------------------------------------------------------------------------------ save
-/* config.json and tokenizer.json into a checkpoint or an export. */
+/* Writes config.json and tokenizer.json into a checkpoint or an export. */
 static void write_small_files(const char* folder, void* context)
 {
     Run* run = (Run*)context;
@@ -23,7 +23,7 @@ static void write_small_files(const char* folder, void* context)
     if (run->tokenizer_path[0]) file_copy(file, run->tokenizer_path);
 }
 
-/* The same before a checkpoint is complete: the log is on the disk as far as the checkpoint is. */
+/* The same for a checkpoint; first syncs the log, so that it is on the disk up to the checkpoint's step. */
 static void write_checkpoint_files(const char* folder, void* context)
 {
     const RunLog* log = &((Run*)context)->log;
@@ -49,7 +49,7 @@ static void save_say(Run* run)
                 "(--on-save-error stop ends it)\n", s->path, s->why, newest);
 }
 
-/* On every rank at every step boundary: what is being saved gets further, or to its end. */
+/* On every rank at every step boundary: continues the save in progress, or finishes it. */
 static void save_poll(Run* run, bool wait)
 {
     if (run->saver.phase == SavePhase::NONE) return;
@@ -58,7 +58,7 @@ static void save_poll(Run* run, bool wait)
     if (run->saver.phase == SavePhase::NONE) save_say(run);
 }
 
-/* The flags that shape the rest of the run (SHAPES), and its last step: RunState's `flags`. */
+/* The flags that a resumed run should share (SHAPES), and the last step: RunState's `flags`. */
 static void shape_text(const Run* run, char (&text)[sizeof RunState::flags])
 {
     char buf[64];
@@ -68,7 +68,7 @@ static void shape_text(const Run* run, char (&text)[sizeof RunState::flags])
             n += (size_t)snprintf(text + n, sizeof text - n, "%s=%s\n", row.name, flag_value(run->flags, &row, buf));
 }
 
-/* What a resumed run has otherwise than the one before, a line each. */
+/* Prints each flag of a resumed run that differs from the checkpoint's. */
 static void say_changes(const Run* run, const char* before)
 {
     char now[sizeof RunState::flags], name[64], *rest;
@@ -88,7 +88,7 @@ static void say_changes(const Run* run, const char* before)
     }
 }
 
-/* Begins to save the step that is done; its result must have been seen (finish_step). */
+/* Begins to save the finished step; finish_step must have read its result. */
 static void save(Run* run)
 {
     save_poll(run, true);
@@ -125,18 +125,18 @@ static bool resumes_automatically(const Run* run) { return strcmp(run->flags->re
 
 static void check_checkpoint(void* folder) { cJSON_Delete(checkpoint_open((const char*)folder)); }
 
-/* Rank 0: a damaged checkpoint is kept under another name, for whoever wants to look. */
+/* Rank 0: renames a damaged checkpoint, so that it can be inspected. */
 static void set_aside(const Run* run, const char* folder, const char* why)
 {
     char damaged[4200];
     snprintf(damaged, sizeof damaged, "%s.damaged", folder);
     for (int k = 2; access(damaged, F_OK) == 0; k++) snprintf(damaged, sizeof damaged, "%s.damaged.%d", folder, k);
     ENSURE(rename(folder, damaged) == 0, "%s; it cannot be renamed to %s: %s", why, damaged, strerror(errno));
-    SAY("damaged %s\n        set aside as %s: going back to the one before\n", why, damaged);
+    SAY("damaged %s\n        renamed to %s: resuming from the one before\n", why, damaged);
 }
 
-/* Where `--resume` points: a checkpoint, or the newest complete one of a run folder; `auto` passes over what is
- * damaged or has lost its state.json. Empty if there is none. Rank 0 looks. */
+/* The checkpoint that --resume names: itself, or the newest complete one of a run folder; `auto` skips those that are
+ * damaged or without state.json. Empty if there is none. Rank 0 searches. */
 static void choose_resume(Run* run, char (&path)[4096])
 {
     const Flags* f = run->flags;
@@ -159,7 +159,7 @@ static void choose_resume(Run* run, char (&path)[4096])
     comm_broadcast_host(&run->comm, path, sizeof path);
 }
 
-/* How many windows are left decides the number of steps, where no -n does. */
+/* Without -n the windows that are left determine the number of steps. */
 static void resume_batch(Run* run, const RunState* state)
 {
     if (state->global_batch == run->global_batch) return;
@@ -170,7 +170,7 @@ static void resume_batch(Run* run, const RunState* state)
     run->config = step_config(run);
 }
 
-/* Weights, optimizer states and counters from a checkpoint; with --resume auto from the newest that is whole. */
+/* Loads weights, optimizer states and counters from a checkpoint; with --resume auto from the newest undamaged one. */
 static void resume(Run* run, char (&folder)[4096])
 {
     RunState state;
@@ -216,7 +216,7 @@ static void resume(Run* run, char (&folder)[4096])
 }
 
 // ------------------------------------------------------------------------------------------------- run.json, repeat
-/* Where a new run begins. All ranks, for the list of their hosts. */
+/* At the start of a new run: writes run.json. Called on all ranks, which send their hosts' names. */
 static void record_start(Run* run, const char* model_name)
 {
     const Flags* f = run->flags;
@@ -264,7 +264,7 @@ static void tokenizer_keep(Run* run)
     memcpy(run->tokenizer_path, path, sizeof path);
 }
 
-/* Before anything is allocated. */
+/* --repeat, before anything is allocated: refuses other ranks and other data. */
 static void repeat_check(Run* run)
 {
     const char* folder = run->flags->repeat;
@@ -285,7 +285,7 @@ static void repeat_check(Run* run)
     cJSON_Delete(record);
 }
 
-/* At the end: is the state hash the one in the log of the run? */
+/* At the end: prints whether the state hash equals that in the log of the run. */
 static void repeat_say(const Run* run, const char* hash)
 {
     char path[4200], want[64], key[64];
@@ -317,7 +317,7 @@ static void repeat_say(const Run* run, const char* hash)
     F(num_params,   int,  "",       true, (long long)run->model.shard.num_params, "parameters of the model") \
     F(global_batch, int,  "sequences", true, (long long)run->global_batch, "of a step, on all ranks") \
     F(num_steps,    int,  "steps",  true, (long long)run->num_steps, "where the run ends") \
-    F(memory,       plan, "MiB",    true, &run->plan, "the plan of each rank's memory by what it is for: device, host")
+    F(memory,       plan, "MiB",    true, &run->plan, "the memory plan of each rank, by label: device, host")
 
 /* {"device": {label: MiB, ...}, "host": {...}} */
 static void log_plan(RunLog* log, LogKey key, const Plan* p)

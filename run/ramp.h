@@ -1,6 +1,6 @@
-/* ramp.h: sizes that grow during a run: the global batch by whole micro-steps (--batch-ramp), the tokens of a sequence
- * that are used (--seq-ramp). Both are functions of the step alone, so that a resumed run has them too, and memory and
- * wire are planned for the largest. A window of data counts as used whatever part of it is.
+/* ramp.h: sizes that grow during a run: the global batch by whole micro-steps (--batch-ramp), and the tokens used of
+ * each sequence (--seq-ramp). Both depend on the step alone, so a resumed run continues them. Memory and communication
+ * volume are planned for the final size. A window of data counts as used even if only part of it is.
  * source  batch: McCandlish et al. 2018, arXiv:1812.06162; sequence: Li et al. 2021, arXiv:2108.06084 */
 #pragma once
 #include "data/error.h"
@@ -21,7 +21,7 @@ static Ramp ramp_parse(const char* flag, const char* text, size_t unit, size_t t
     return Ramp{(size_t)from, (size_t)steps};
 }
 
-/* The size in step `step`, counted from 0: a straight line in whole units. */
+/* The size in step `step`, counted from 0: linear, in whole units. */
 static size_t ramp_size(Ramp r, size_t step, size_t unit, size_t to)
 {
     return step >= r.steps ? to : r.from + (to - r.from) / unit * step / r.steps * unit;

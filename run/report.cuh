@@ -1,11 +1,11 @@
-/* report.cuh: what a run prints and logs: settings, plan and estimate at the start, a line per step, a bar for steps
- * that take long. */
+/* report.cuh: what a run prints and logs: settings, plan and estimate at the start, a line per step, a progress bar for
+ * long steps. */
 #pragma once
 #include "fit.cuh"
 #include "version.h"
 
 // --------------------------------------------------------------------------------------------------------- the start
-/* Time of a step; with --plan also what other settings take, and whether this one fits. */
+/* Prints the estimated time of a step; with --plan also that of other settings, and whether this one fits. */
 static void print_estimate(const Run* run)
 {
     if (run->comm.rank != 0) return;
@@ -25,11 +25,12 @@ static void print_estimate(const Run* run)
         printf("fits    %.1f of %.1f MiB\n", e.device_bytes / 1048576.0, have_bytes / 1048576.0);
         return;
     }
-    printf("does not fit: need %.1f MiB, have %.1f MiB. Change\n", e.device_bytes / 1048576.0, have_bytes / 1048576.0);
+    printf("does not fit: needs %.1f MiB, the device has %.1f MiB. To make it fit, change:\n",
+           e.device_bytes / 1048576.0, have_bytes / 1048576.0);
     ladder_print(run, stdout, have_bytes);
 }
 
-/* The command line in a form that can be pasted back. */
+/* Prints the flags so that they can be pasted into a shell. */
 static void print_flags(const Flags* f)
 {
     printf("flags  ");
@@ -53,7 +54,7 @@ static void print_flags(const Flags* f)
     printf("\n");
 }
 
-/* Stage and recomputation, which --auto may have chosen, and what goes to other ranks. */
+/* Prints stage and recomputation, which --auto may have chosen, and communication volume. */
 static void print_zero(Run* run)
 {
     char level[16];
@@ -62,8 +63,9 @@ static void print_zero(Run* run)
     if (sent.optimizer > 0)
         snprintf(optimizer_sent, sizeof optimizer_sent, ", %s %zu bytes", run->flags->optimizer, sent.optimizer);
     const char* collective = run->setting.stage == 0 ? "all-reduce" : "reduce-scatter";
-    SAY("ZeRO    stage %d, -r %s | %.2f MiB sent per step and rank: %s of gradients %.2f, all-gather of parameters "
-        "%.2f, all-reduce of sums %zu bytes%s | %s\n", run->setting.stage, recompute_name(run->setting, level),
+    SAY("ZeRO    stage %d, -r %s | communication volume per step and rank %.2f MiB: %s of gradients %.2f, all-gather "
+        "of parameters %.2f, all-reduce of sums %zu bytes%s | %s\n", run->setting.stage,
+        recompute_name(run->setting, level),
         sent_bytes_per_step(run) / 1048576.0, collective, sent.gradients / 1048576.0, sent.parameters / 1048576.0,
         sent.sums, optimizer_sent, run->flags->overlap ? "overlapped" : "not overlapped");
 }
@@ -77,17 +79,17 @@ static void print_start(Run* run, const char* model_name)
         run->device.num_threads > 1 ? "s" : "");
     if (run->device.peak_flops > 0) SAY(" | peak %.4g Gflop/s per rank", run->device.peak_flops * 1e-9);
     if (run->device.peak_source[0]) SAY(" (%s)", run->device.peak_source);
-    if (f->config[0]) SAY("\nconfig  %s (--print-config says what became of each key)", f->config);
+    if (f->config[0]) SAY("\nconfig  %s (--print-config shows how each key is used)", f->config);
     SAY("\n");
     if (run->comm.rank == 0) print_flags(f);
     SAY("model   %s%s: %s, L %d, C %d, NH %d, NKV %d, HS %d, F %d, V %d (padded to %d), context %d | "
         "%.2fM parameters\n", model_name, f->model[0] ? "" : " (the default of this build; -m takes another)",
         c->model_type, c->L, c->C, c->NH, c->NKV, c->HS, c->F, c->V, c->VP, c->context,
         run->model.shard.num_params * 1e-6);
-    if (f->bench) SAY("data    made up\n");
-    else if (run->train == nullptr) SAY("data    none in %s\n", f->data);   // a plan needs none
+    if (f->bench) SAY("data    synthetic tokens\n");
+    else if (run->train == nullptr) SAY("data    none in %s\n", f->data);   // --plan needs no data
     else
-        SAY("data    %s: %zu tokens in %zu shard%s, %zu windows of %d, %zu tokens of tails left out\n", f->data,
+        SAY("data    %s: %zu tokens in %zu shard%s, %zu windows of %d, %zu tokens at ends of shards unused\n", f->data,
             run->train_set.num_toks, run->train_set.num_files, run->train_set.num_files > 1 ? "s" : "",
             run->train->num_windows, run->T, run->train->num_tail_toks);
     if (run->has_val) SAY("val     %zu tokens in %zu windows\n", run->val_set.num_toks, run->val->num_windows);
@@ -99,7 +101,7 @@ static void print_start(Run* run, const char* model_name)
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
     if (run->comm.rank == 0) rates_print(f, stdout);
     if (f->fp32_tensors[0])
-        SAY("fp32    %d tensors, %zu elements with their padding\n", run->model.shard.units[0].num_tensors,
+        SAY("fp32    %d tensors, %zu elements with padding\n", run->model.shard.units[0].num_tensors,
             run->model.shard.units[0].range.count);
     if (run->batch_ramp.steps > 0)
         SAY("ramp    global batch from %zu, over %zu steps\n", run->batch_ramp.from, run->batch_ramp.steps);
@@ -109,36 +111,36 @@ static void print_start(Run* run, const char* model_name)
         SAY("dropout %g of embeddings and branches, %g of attention probabilities\n", run->model.dropout,
             run->model.attention_dropout);
     else if (c->pdrop > 0 && !f->given[FLAG_dropout])
-        SAY("dropout none: config.json names %g, which is taken with --dropout %g\n", c->pdrop, c->pdrop);
+        SAY("dropout none: config.json has %g, --dropout %g turns it on\n", c->pdrop, c->pdrop);
     if (run->comm.num_ranks > 1 || f->plan || f->auto_ || f->verbose) print_zero(run);
     if (run->comm.rank == 0) plan_print(&run->plan, stdout);
     print_estimate(run);
-    if (!f->out[0]) SAY("output  none (-o FOLDER keeps log and checkpoints)\n");
+    if (!f->out[0]) SAY("output  none (-o FOLDER saves log and checkpoints)\n");
     fflush(stdout);
 }
 
 // ------------------------------------------------------------------------------------------------------------ a step
-/* Where the Inf or NaN is for which a step was skipped: a tensor's gradient, or the loss alone. Synchronises. */
+/* For a skipped step: the first tensor with a non-finite gradient, or the loss. Synchronises. */
 static const char* nonfinite_name(Run* run, int slot)
 {
     int t = zero_first_nonfinite(&run->zero, slot);
     return t >= 0 ? run->model.shard.tensors[t].name : "the loss";
 }
 
-/* A step whose result is there. */
+/* A finished step. */
 typedef struct StepReport {
     size_t step;                    // counted from 1
     int slot;
     double took_s, toks_per_s;
     double phases_ms[NUM_PHASES];
     const char* nonfinite;          // the first tensor with a non-finite gradient, or the loss; null: all are finite
-    const char* state_hash;         // null: not asked for
+    const char* state_hash;         // null: not computed for this step
 } StepReport;
 
 static_assert(NUM_PHASES == 7, "STEP_FIELDS has a row for each phase");
 #define PHASE_MS(phase) r->phases_ms[(int)Phase::phase]
 
-/* The line of a step, see data/run_log.h. To log a number more, add a row: what it is computed from is run, r and s. */
+/* The log line of a step, see data/run_log.h. To log another number, add a row, computed from run, r and s. */
 #define STEP_FIELDS(F) \
     F(step,             int,  "",               true, (long long)r->step, "counted from 1") \
     F(loss,             real, "nats per token", true, s->num_toks > 0 ? s->loss : NAN, "mean over the global batch") \
@@ -172,13 +174,13 @@ static void log_step(Run* run, const StepState* s, const StepReport* r)
     log_end(log);
 }
 
-/* What is unusual about a step, for its line. */
+/* The end of a step's line if something unusual happened. */
 static void remark_step(const StepState* s, const StepReport* r, char (&text)[256])
 {
     text[0] = 0;
-    if (s->skip == Skip::NO_TOKS) snprintf(text, sizeof text, " | no token counted: nothing changed");
+    if (s->skip == Skip::NO_TOKS) snprintf(text, sizeof text, " | SKIPPED: no token counts");
     if (r->nonfinite != nullptr) {
-        snprintf(text, sizeof text, " | SKIPPED: Inf or NaN in %s", r->nonfinite);
+        snprintf(text, sizeof text, " | SKIPPED: non-finite %s", r->nonfinite);
     } else if (s->is_spike) {
         bool loss = s->loss_deviations > s->norm_deviations;
         snprintf(text, sizeof text, " | %s: %s %.1f deviations above its mean",
@@ -215,7 +217,7 @@ static void print_step(Run* run, const StepState* s, const StepReport* r)
     fflush(stdout);
 }
 
-/* Is somebody watching? mpirun gives its ranks a terminal whatever its own output is, so it is asked, not we. */
+/* Is the output a terminal? mpirun gives its ranks one in any case, so this looks at the output of mpirun. */
 static bool on_terminal(void)
 {
     if (!isatty(1)) return false;
@@ -226,7 +228,7 @@ static bool on_terminal(void)
            (strncmp(target, "/dev/pts/", 9) == 0 || strncmp(target, "/dev/tty", 8) == 0);
 }
 
-/* A bar for steps that take long, on a terminal only. */
+/* Progress bar within a long step, on a terminal only. */
 static void print_bar(Run* run, int micro)
 {
     if (run->comm.rank != 0 || run->mean_step_s < 2 || !run->on_terminal) return;

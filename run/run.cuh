@@ -1,4 +1,4 @@
-/* run.cuh: a run: what it holds, and its set-up from flags, files and number of ranks up to the plan of its memory. */
+/* run.cuh: struct Run, and its set-up from flags, files and number of ranks up to the memory plan. */
 #pragma once
 #include <sys/resource.h>
 #include "data/flags.h"
@@ -14,7 +14,7 @@
 #include "zero/memory.h"
 #include "zero/save.h"
 
-/* What trains when -m is not given. */
+/* The model if -m is not given. */
 #ifdef DEVICE_CUDA
 #define DEFAULT_MODEL "gpt2"
 #else
@@ -23,7 +23,7 @@
 
 enum { STEPS_IN_FLIGHT = PROFILE_SLOTS };   // 2: the host enqueues step s + 1 before it reads the result of step s
 
-/* What may be traded for memory. */
+/* The settings that trade time for memory. */
 typedef struct Setting {
     int stage;
     Recompute recompute;
@@ -51,21 +51,21 @@ typedef struct Run {
     Setting setting;
     size_t global_batch;           // B * G * R sequences
     Ramp batch_ramp, seq_ramp;     // of global_batch and T
-    size_t num_steps;              // where the run ends
+    size_t num_steps;              // total
     size_t step;                   // steps done, skipped ones included
     RunLog log;
-    cJSON* products;               // what tune.cuh has chosen, for run.json; null: nothing
-    int *h_tokens, *h_targets;     // (STEPS_IN_FLIGHT,G,B,T) pinned: no batch of a step waits for one to be copied
-    cudaEvent_t batch_copied[2];   // of evaluation, which has no end to wait for
+    cJSON* products;               // tune.cuh's choices, for run.json; null: none
+    int *h_tokens, *h_targets;     // (STEPS_IN_FLIGHT,G,B,T) pinned: a batch never waits for the copy of another
+    cudaEvent_t batch_copied[2];   // of evaluation, which has no step to wait for
     long step_page_faults[STEPS_IN_FLIGHT];
     size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
-    size_t step_waits, result_waits;   // of the host: inside steps, and for the result of the step before
-    Ask ask;                       // what the ranks have agreed that a signal asks for
-    bool val_due;                  // the validation of this step was cut short by it
-    bool seen_skip;                // the newest result seen is a skipped step: see each before the next is begun
+    size_t step_waits, result_waits;   // host synchronizations: inside steps, and for the result of the step before
+    Ask ask;                       // the request by signal that the ranks have agreed on
+    bool val_due;                  // a signal ended the validation of this step early
+    bool seen_skip;                // the newest result is a skipped step: read each before the next begins
     double mean_step_s;
     bool on_terminal, bar_drawn;
-    FILE* trace;                   // of --profile, on rank 0, until it is written
+    FILE* trace;                   // of --profile, on rank 0
     char trace_path[4096];
 } Run;
 
@@ -105,9 +105,9 @@ static void batch_arithmetic(Run* run, int num_ranks)
     run->global_batch = (size_t)(B * G * R);
 }
 
-/* --elastic: the global batch of the run, from its checkpoint's state.json or from run.json, on the ranks that are
- * here: the largest micro-batch up to -b that divides a rank's share, also of what --batch-ramp begins with, and the
- * micro-steps that it takes. False if there is no such file yet. Rank 0 looks. */
+/* --elastic: keeps the global batch, read from the checkpoint's state.json or from run.json, on another number of
+ * ranks: B is the largest micro-batch up to -b that divides a rank's share, also at the start of --batch-ramp; G
+ * follows. False if there is no such file yet. Rank 0 reads it. */
 static bool batch_of_run(Run* run, const char* resume_path)
 {
     const Flags* f = run->flags;
@@ -137,7 +137,7 @@ static bool batch_of_run(Run* run, const char* resume_path)
     return true;
 }
 
-/* The model is a preset, or a folder with config.json. */
+/* The shape of the model, from a preset or a folder with config.json. */
 static void choose_model(Run* run, const char* name, int data_V)
 {
     Config* c = &run->model.config;
@@ -149,7 +149,7 @@ static void choose_model(Run* run, const char* name, int data_V)
     config_read(c, path);
 }
 
-/* The tokenizer: --tokenizer, else beside the model, else beside the data; may be absent. */
+/* Finds the tokenizer: --tokenizer, else in the model's folder, else in that of the data; there may be none. */
 static void choose_tokenizer(Run* run, const char* model_name)
 {
     const Flags* f = run->flags;
@@ -194,7 +194,7 @@ static size_t step_micro_steps(const Run* run, size_t step)
 }
 static int step_seq_len(const Run* run, size_t step) { return (int)ramp_size(run->seq_ramp, step, 8, run->T); }
 
-/* Windows that the steps before `end` use. */
+/* Number of windows used by the steps before `end`. */
 static size_t windows_before(const Run* run, size_t end)
 {
     size_t used = 0, step = 0;
@@ -203,7 +203,7 @@ static size_t windows_before(const Run* run, size_t end)
     return used + (end - step) * run->global_batch;
 }
 
-/* The step that uses up `windows`, from step `first` on. */
+/* The last step if the run uses `windows` windows from step `first`. */
 static size_t last_step(const Run* run, size_t first, size_t windows)
 {
     size_t step = first, used = 0;
@@ -289,7 +289,7 @@ static size_t resident_bytes(void)
     return got == 2 ? resident_pages * (size_t)sysconf(_SC_PAGESIZE) : 0;
 }
 
-/* How often this process has had to wait for a page of its memory. */
+/* Page faults of this process so far. */
 static long page_faults(void)
 {
     struct rusage usage;
@@ -303,7 +303,7 @@ static size_t sent_bytes_per_step(const Run* run)
     return bytes.gradients + bytes.parameters + bytes.sums + bytes.optimizer;
 }
 
-/* --recompute, by level. */
+/* The words of --recompute, by level. */
 static const char* const recompute_names[] = {"none", "cheap", "mlp", "attention", "block"};
 static_assert(sizeof recompute_names / sizeof *recompute_names == (int)Recompute::BLOCKS + 1, "a name for each level");
 
@@ -343,7 +343,7 @@ static unsigned offloaded_from_flag(const char* list)
     return offloaded;
 }
 
-/* Is there what is to be offloaded? Null, or why not. */
+/* Null, or why an offload is refused: this stage or recomputation does not have what it would move. */
 static const char* offload_mismatch(const Setting* s, const Flags* f)
 {
     if ((s->offloaded & OFFLOAD_ACTIVATIONS) != 0 && s->recompute != Recompute::BLOCKS)
@@ -364,7 +364,7 @@ static Dtype dtype_find(const char* name)
     die("%s is a word of data/flags.h without a row in dtype_names", name);
 }
 
-/* --master, --state-dtype, --grad-dtype and --comm-dtype; data/flag_rules.h has what makes no sense together. */
+/* --master, --state-dtype, --grad-dtype and --comm-dtype; combinations are refused in data/flag_rules.h. */
 static Storage storage_from_flags(const Flags* f)
 {
     Dtype master = strcmp(f->master, "none") == 0 ? FLOATX_DTYPE : dtype_find(f->master);
@@ -391,7 +391,7 @@ static void dropout_refuse(const Run* run)
                   UINT32_MAX);
 }
 
-/* Plans memory: everything the run will hold with its setting. */
+/* Plans all memory of a run with its setting. */
 static void plan_run(Run* run, bool training)
 {
     Model* m = &run->model;
@@ -422,13 +422,13 @@ static void plan_run(Run* run, bool training)
     for (int** p : {&run->h_tokens, &run->h_targets})
         plan_add(&run->plan, "batches", Place::HOST, p, (size_t)STEPS_IN_FLIGHT * s->G * s->B * run->T);
     size_t loader_bytes = 2 * LOADER_SLOTS * (size_t)s->B * run->T * sizeof(int);
-    plan_add_bytes(&run->plan, "batches read ahead", Place::HOST, loader_bytes * (run->has_val ? 2 : 1), nullptr);
-    plan_add_bytes(&run->plan, "workspace of the matrix products", Place::DEVICE, matmul_workspace_bytes(), nullptr);
+    plan_add_bytes(&run->plan, "batches, prefetched", Place::HOST, loader_bytes * (run->has_val ? 2 : 1), nullptr);
+    plan_add_bytes(&run->plan, "GEMM workspace", Place::DEVICE, matmul_workspace_bytes(), nullptr);
     plan_add_bytes(&run->plan, "communicator", Place::HOST, comm_workspace_bytes(&run->comm), nullptr);
     plan_add_bytes(&run->plan, "program and libraries", Place::HOST, resident_bytes(), nullptr);
 }
 
-/* What plan_run holds besides the plan itself. */
+/* Frees what plan_run has allocated besides the plan. */
 static void plan_run_free(Run* run)
 {
     free(run->zero.persistent);
@@ -439,10 +439,10 @@ static void plan_run_free(Run* run)
     run->model.visits = nullptr;
 }
 
-/* The smallest of all ranks. */
+/* Free device memory, the smallest of all ranks. */
 static size_t device_free_bytes(const Run* run)
 {
-    if (run->flags->gpu[0]) return (size_t)(0.94 * (double)run->device.memory_bytes);   // less the libraries' share
+    if (run->flags->gpu[0]) return (size_t)(0.94 * (double)run->device.memory_bytes);   // without that of the libraries
     size_t free_bytes, total_bytes;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
     return run->flags->plan ? free_bytes : (size_t)-comm_max_host(&run->comm, -(double)free_bytes);

@@ -1,11 +1,11 @@
-/* same.cuh: what all ranks must have alike, compared by hash before anything is allocated: the executable, the
- * flags, the data and the model. A rank that differs ends the run, naming what differs; unnoticed, it would hang in a
- * collective that the others do not ask for, or train on other text. */
+/* same.cuh: compares by hash, before anything is allocated, what must be equal on all ranks: the executable, the flags,
+ * the data and the model. A rank that differs ends the run and names what differs. Otherwise it would hang in a
+ * collective that the others do not call, or train on other text. */
 #pragma once
 #include "run.cuh"
 #include "zero/init.h"
 
-/* The first `limit` bytes of a file and its length. */
+/* Hash of a file's length and its first `limit` bytes. */
 static uint64_t file_hash(const char* path, size_t limit, uint64_t hash)
 {
     const size_t PIECE_BYTES = 1 << 20;
@@ -24,7 +24,7 @@ static uint64_t file_hash(const char* path, size_t limit, uint64_t hash)
     return fnv1a64(&info.st_size, sizeof info.st_size, hash);
 }
 
-/* Headers and the first tokens: shards made with another tokenizer or in another order differ there. */
+/* Hash of headers and first tokens: shards of another tokenizer or in another order differ there. */
 static uint64_t token_set_hash(const TokenSet* set, uint64_t hash)
 {
     for (size_t i = 0; i < set->num_files; i++) hash = file_hash(set->files[i].path, 4096, hash);

@@ -24,7 +24,7 @@ static void weights_init(Run* run)
     zero_params_loaded(&run->zero);
 }
 
-/* The weights of a checkpoint, which has checksums, of another folder, or new ones. */
+/* Weights of a checkpoint (with checksums), of another folder, or new ones from the seed. */
 static void weights_start(Run* run, const char* folder, bool from_scratch)
 {
     const Config* c = &run->model.config;
@@ -37,7 +37,7 @@ static void weights_start(Run* run, const char* folder, bool from_scratch)
 }
 
 /* Flags, files and plan: all that can be refused before anything is allocated. Returns the model's name; resume_path is
- * the checkpoint to go on from, or empty. */
+ * the checkpoint to resume from, or empty. */
 static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
 {
     const Flags* f = run->flags;

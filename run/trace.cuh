@@ -1,6 +1,6 @@
-/* trace.cuh: --profile N: N steps of every rank as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
- * A rank is a process and a stream a track. On the compute stream lie steps, in them phases, in them operations, with
- * their sizes, bytes and floating-point operations. Times count from a barrier: ranks agree to what that takes. */
+/* trace.cuh: --profile N: N steps of every rank as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing. A rank
+ * is a process, a stream a track. The track of the compute stream has steps, in them phases, in them operations with
+ * sizes, bytes and FLOPs. Times count from a barrier, so clocks of ranks differ by at most its duration. */
 #pragma once
 #include "data/json.h"
 #include "run.cuh"
@@ -14,12 +14,12 @@ static FILE* file_to_write(const char* path, const char* flag)
     return f;
 }
 
-/* What was asked for can be written, before anything is done for it. */
+/* Checks at the start that the trace can be written. */
 static void trace_open(Run* run)
 {
     const size_t num_steps = (size_t)run->flags->profile, left = run->num_steps - run->step;
     if (num_steps == 0) return;
-    ENSURE(left >= PROFILE_AFTER_STEPS + num_steps, "--profile %zu looks at the steps after the first %d, and only %zu "
+    ENSURE(left >= PROFILE_AFTER_STEPS + num_steps, "--profile %zu traces the steps after the first %d, and only %zu "
            "are left: raise -n", num_steps, (int)PROFILE_AFTER_STEPS, left);
     if (run->comm.rank != 0) return;
     path_exists(run->flags->out[0] ? run->flags->out : ".", "trace.json", run->trace_path);
@@ -56,8 +56,8 @@ static void trace_span(JsonText* t, const Span* span, int rank)
     json_text_add(t, "}}");
 }
 
-/* The spans of the steps that began at from_ms or later, and what else still went on then; profile_read has given them
- * their times. Where they cannot be written the run goes on. */
+/* Writes the spans that end after from_ms, the start of the first traced step; profile_read has set their times. If the
+ * file cannot be written, training continues. */
 static void trace_write(Run* run, double from_ms)
 {
     const int rank = run->comm.rank;
@@ -84,7 +84,7 @@ static void trace_write(Run* run, double from_ms)
     run->trace = nullptr;
 }
 
-/* All ranks begin to record together. */
+/* Starts recording on all ranks, at a barrier. */
 static void trace_begin(Run* run)
 {
     CUDA_CHECK(cudaDeviceSynchronize());
@@ -92,7 +92,7 @@ static void trace_begin(Run* run)
     profile_record();
 }
 
-/* While training: `done` steps since the start. A run that ends early has a shorter trace, or none. */
+/* Called after each step; `done`: steps since the start. A run that ends early has a shorter trace, or none. */
 static void trace_poll(Run* run, size_t done, bool ends)
 {
     if (run->flags->profile == 0) return;

@@ -1,10 +1,10 @@
-/* train_step.cuh: one training step: its micro-batches to the device, forward and backward, the update; and its result,
- * which is read while the next step is already enqueued. */
+/* train_step.cuh: one training step: copies of micro-batches to the device, forward and backward, the update; and its
+ * result, which is read when the next step is already enqueued. */
 #pragma once
 #include "report.cuh"
 
-/* The next micro-batch of `loader` to the device by way of the idx-th pinned place, T tokens of each row. Nobody waits:
- * what was copied from there before must have arrived. A bench has no loader: what lies there is taken again. */
+/* Copies the next micro-batch of `loader` to the device through the idx-th pinned buffer, T tokens of each row. Does
+ * not wait: the last copy from that buffer must be complete. --bench has no loader and copies the same tokens again. */
 static void load_batch(Run* run, Loader* loader, size_t idx, int T)
 {
     watch_move(run->comm.watch, "a micro-batch", (size_t)run->B * run->T);
@@ -12,14 +12,14 @@ static void load_batch(Run* run, Loader* loader, size_t idx, int T)
     int *h_tokens = run->h_tokens + first, *h_targets = run->h_targets + first;
     if (loader != nullptr) loader_next(loader, h_tokens, h_targets);
     OP(run->zero.compute, 0, 2.0 * bytes, run->B, T);
-    for (int b = 1; b < run->B && T < run->T; b++)   // the first T of each row, one row behind the other
+    for (int b = 1; b < run->B && T < run->T; b++)   // the first T of each row, rows packed
         for (int* h : {h_tokens, h_targets}) memmove(h + (size_t)b * T, h + (size_t)b * run->T, T * sizeof(int));
     CUDA_CHECK(cudaMemcpyAsync(run->model.tokens, h_tokens, bytes, cudaMemcpyHostToDevice, run->zero.compute));
     CUDA_CHECK(cudaMemcpyAsync(run->model.targets, h_targets, bytes, cudaMemcpyHostToDevice, run->zero.compute));
 }
 
-/* Enqueues a step and waits for nothing: its places of batches are those of the step before the last, which has ended
- * (finish_step). So at most STEPS_IN_FLIGHT steps are enqueued. */
+/* Enqueues a step without host synchronization. Its pinned buffers are those of the step before the last, whose end
+ * finish_step has waited for, so at most STEPS_IN_FLIGHT steps are enqueued. */
 static void train_step(Run* run)
 {
     int slot = (int)(run->step % STEPS_IN_FLIGHT);
@@ -55,22 +55,22 @@ static void train_step(Run* run)
     profile_step_end();
 }
 
-/* Every rank comes here at the same step. */
+/* Ends the run; every rank calls this at the same step. */
 [[noreturn]] static void stop_at_nonfinite(Run* run, const StepState* s, size_t step, int slot)
 {
-    die("step %zu: the gradient is not finite, %s; there is an Inf or NaN in %s (loss %g): lower -l, or look at the "
-        "data; the last checkpoint is as it was", step,
+    die("step %zu: the gradient is not finite, %s; the first non-finite tensor is %s (loss %g): lower -l, or check "
+        "the data; the last checkpoint is as it was", step,
         s->loss_scale_exhausted ? "at the smallest loss scale" : "10 times in a row", nonfinite_name(run, slot),
         s->loss);
 }
 
-/* Waits for the result of step `step` (counted from 1), prints and logs it, stops when numbers have gone wrong for
- * good. */
+/* Waits for the result of step `step` (counted from 1), prints and logs it; ends the run if the loss scale is at its
+ * minimum or 10 steps in a row were skipped. */
 static void finish_step(Run* run, size_t step, const char* hash)
 {
     int slot = (int)((step - 1) % STEPS_IN_FLIGHT);
     StepReport r = {step, slot, 0, 0, {}, nullptr, hash};
-    profile_step_wait(slot);           // the one wait of training: the next step is enqueued
+    profile_step_wait(slot);           // the only host synchronization of a step, while the next one is enqueued
     run->result_waits++;
     r.took_s = profile_phases_ms(slot, r.phases_ms) * 1e-3;
     const StepState* s = &run->zero.h_state[slot];

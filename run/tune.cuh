@@ -1,17 +1,17 @@
-/* tune.cuh: --tune: of the algorithms that cuBLASLt offers for a product its first choice is a guess. Before the first
- * step a micro-step that nobody uses asks for every product of the run; each is then timed with up to
- * MATMUL_MAX_CHOICES algorithms, on the operands and in the work space that it has in a step, and the fastest is kept.
- * Which one changes the order of sums and so the bits: rank 0 chooses for all ranks, and a choice is found again
- *   1. in run.json of the run that is repeated or gone on with ("products"), with --tune or without
+/* tune.cuh: --tune: cuBLASLt's first choice of algorithm for a GEMM is a heuristic. Before the first step an extra
+ * micro-step, whose gradients are discarded, runs every GEMM of the run; each is then timed with up to
+ * MATMUL_MAX_CHOICES algorithms, on its operands and workspace of a step, and the fastest is used from then on.
+ * The algorithm changes the order of sums and so the bits: rank 0 chooses for all ranks, and choices are stored
+ *   1. in run.json, key "products"; a run that is resumed or repeated takes them, with --tune or without
  *   2. in the cache, products.json in $XDG_CACHE_HOME/train_gpt or ~/.cache/train_gpt
- * Both hold an array of lines, one for a product, which are taken only for the same card, driver, library and shape:
- *   SUM CARD DRIVER CUBLASLT TYPE m n k transpose_a transpose_b d_is_float epilogue alignment ALGORITHM FIRST_US US
- * SUM is FNV-1a of what follows it, in hexadecimal as ALGORITHM is, the 64 bytes that cuBLASLt takes. */
+ * Both have an array of lines, one per GEMM, which are valid only for the same GPU, driver, library and shape:
+ *   SUM GPU DRIVER CUBLASLT TYPE m n k transpose_a transpose_b d_is_float epilogue alignment ALGORITHM FIRST_US US
+ * SUM is FNV-1a of the rest of the line; SUM and ALGORITHM (cuBLASLt's 64 bytes) are hexadecimal. */
 #pragma once
 #include "run.cuh"
 
 #ifdef DEVICE_CPU
-static void tune(Run*, const char*) {}                       // --tune is refused: products here are the program's own
+static void tune(Run*, const char*) {}                       // --tune is refused: this build has its own GEMMs
 #else
 
 enum { TUNE_ROUNDS = 3, TUNE_REPEATS = 4, TUNE_SUM_CHARS = 17 };
@@ -20,8 +20,8 @@ typedef struct Tuner {
     Run* run;
     char cache_path[4200], record_path[4200];
     cJSON *cache, *record;                                   // arrays of lines; null: none
-    int num_measured, num_cached, num_recorded, num_others;  // products; of which not cuBLASLt's first choice
-    double first_us, us;                                     // of all products once
+    int num_measured, num_cached, num_recorded, num_others;  // GEMMs; num_others: not cuBLASLt's first choice
+    double first_us, us;                                     // of all GEMMs, once each
 } Tuner;
 
 // ----------------------------------------------------------------------------------------------------------- lines
@@ -96,9 +96,9 @@ static cJSON* tune_lines_read(const char* path, bool is_cache)
     char why[1024];
     if (path[0] == 0 || access(path, R_OK) != 0) return nullptr;
     if (!attempt(tune_file_read, &file, why)) {
-        if (!is_cache) die("%s: the run cannot go on with the products it had; leave --resume or --repeat, or remove "
+        if (!is_cache) die("%s: the run's GEMM algorithms are lost; leave out --resume or --repeat, or remove "
                            "\"products\" there", why);
-        fprintf(stderr, "train_gpt: --tune: %s: the cache is not used, and written anew\n", why);
+        fprintf(stderr, "train_gpt: --tune: %s: the cache is not used and will be overwritten\n", why);
         return nullptr;
     }
     cJSON* lines = cJSON_DetachItemFromObject(file.root, "products");
@@ -106,7 +106,7 @@ static cJSON* tune_lines_read(const char* path, bool is_cache)
     return lines;
 }
 
-/* Where this run's choices may lie. */
+/* Paths of the cache and of the run.json that may have this run's choices. */
 static void tune_paths(Tuner* t, const char* resume_path)
 {
     const Flags* f = t->run->flags;
@@ -117,7 +117,7 @@ static void tune_paths(Tuner* t, const char* resume_path)
     else if (home != nullptr && home[0] == '/')
         snprintf(t->cache_path, sizeof t->cache_path, "%s/.cache/train_gpt/products.json", home);
     snprintf(parent, sizeof parent, "%s", f->repeat[0] ? f->repeat : resume_path);
-    char* slash = f->repeat[0] ? nullptr : strrchr(parent, '/');   // a checkpoint lies in its run's folder
+    char* slash = f->repeat[0] ? nullptr : strrchr(parent, '/');   // the run folder of a checkpoint is its parent
     if (slash != nullptr) *slash = 0;
     if (parent[0]) snprintf(t->record_path, sizeof t->record_path, "%s/run.json", slash || f->repeat[0] ? parent : ".");
 }
@@ -138,12 +138,12 @@ static void tune_cache_write(const Tuner* t)
 }
 
 // ------------------------------------------------------------------------------------------------------------ times
-/* A micro-step whose gradients nobody takes, so that every product of the run has been asked for on its own operands.
- * zero_step_begin clears what it leaves. */
+/* A micro-step whose gradients are discarded: it makes the plan of every GEMM, with its operands. The next
+ * zero_step_begin clears its sums. */
 static void tune_micro(Run* run)
 {
     Zero* z = &run->zero;
-    for (int i = 0; i < matmul_state.num_plans; i++) matmul_state.plans[i].d_data = nullptr;   // of others: long gone
+    for (int i = 0; i < matmul_state.num_plans; i++) matmul_state.plans[i].d_data = nullptr;   // of earlier calls
     zero_step_begin(z);
     model_train_micro(&run->model, run->B, run->T, 1e-6f, 0, 1);
     stream_wait(z->compute, z->reduce, z->edge, "gradients are still being sent");
@@ -154,7 +154,7 @@ static void tune_micro(Run* run)
     }
 }
 
-/* Microseconds of a product with one algorithm: the best of some rounds. */
+/* Microseconds of a GEMM with one algorithm: the fastest of some rounds. */
 static double tune_time(MatmulPlan* plan, const cublasLtMatmulAlgo_t* algo, cudaStream_t stream)
 {
     cudaEvent_t begin, end;
@@ -193,7 +193,7 @@ static cJSON* tune_measure(Tuner* t, MatmulPlan* plan, const char* key)
 }
 
 // -------------------------------------------------------------------------------------------------------- the choice
-/* Rank 0. Returns the line of what is used; null where nothing is known and nothing is to be measured. */
+/* On rank 0. Returns the line of the algorithm that is used; null if none is recorded and --tune is off. */
 static cJSON* tune_choose(Tuner* t, MatmulPlan* plan)
 {
     char key[512];
@@ -226,17 +226,17 @@ static void tune_rank_0(Tuner* t, const char* resume_path)
         if (line != nullptr) cJSON_AddItemToArray(run->products, line);
     }
     tune_cache_write(t);
-    SAY("tune    %d products: %d measured, %d from %s, %d as recorded", t->num_measured + t->num_cached +
+    SAY("tune    %d GEMMs: %d measured, %d from %s, %d as recorded", t->num_measured + t->num_cached +
         t->num_recorded, t->num_measured, t->num_cached, t->cache_path[0] ? t->cache_path : "no cache",
         t->num_recorded);
-    SAY(" | for %d another algorithm than cuBLASLt's first, which gives other bits | %.0f us instead of %.0f for each "
-        "once\n", t->num_others, t->us, t->first_us);
+    SAY(" | for %d another algorithm than cuBLASLt's first, which gives other bits | %.0f us instead of %.0f in all\n",
+        t->num_others, t->us, t->first_us);
     if (t->record != nullptr && t->num_recorded == 0)
-        SAY("        %s is of another card, driver or library: other bits than %s had\n", t->record_path,
+        SAY("        %s is of another GPU, driver or library: other bits than %s had\n", t->record_path,
             resume_path[0] ? "before" : "the run");
 }
 
-/* Before the first step, with weights in place. resume_path: the checkpoint that the run goes on from, or empty. */
+/* Before the first step, after weights are loaded. resume_path: the checkpoint to resume from, or empty. */
 static void tune(Run* run, const char* resume_path)
 {
     Tuner tuner = {}, *t = &tuner;
@@ -261,7 +261,7 @@ static void tune(Run* run, const char* resume_path)
             algos[i] = matmul_state.plans[i].algo;
             hash = fnv1a64(&matmul_state.plans[i].shape, sizeof(MatmulShape), hash);
         }
-        comm_ensure_same(c, hash, "the shapes of its matrix products");
+        comm_ensure_same(c, hash, "the shapes of its GEMMs");
         comm_broadcast_host(c, algos, n * sizeof *algos);
         comm_idle(c, false);
         for (int i = 0; i < n; i++) matmul_state.plans[i].algo = algos[i];

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Keeps a run going: starts it, and starts it again from its newest complete checkpoint when it dies.
 #   scripts/supervise.sh RANKS [--hostfile FILE] [--min-ranks N] [--retries N] ./train_gpt -o FOLDER ARGS...
-# A rank that was killed or gives no sign of life is not counted on again: the next start has one less for each. With a
+# A rank that was killed or has no heartbeat is not counted on again: the next start has one less for each. With a
 # hostfile (lines of "HOST slots=N") the hosts that answer are counted before each start. Fewer ranks keep the global
 # batch: --elastic changes the micro-steps, and the number of ranks is lowered until it divides the batch, and the batch
 # that --batch-ramp begins with.
@@ -98,7 +98,7 @@ while :; do
         say "exit code $status, $failures starts in a row without a new checkpoint: given up"
         exit 1
     fi
-    lost=$(grep -oE 'rank [0-9]+ with PID [0-9]+ on node [^ ]+ exited on signal|rank [0-9]+ gives no sign of life' \
+    lost=$(grep -oE 'rank [0-9]+ with PID [0-9]+ on node [^ ]+ exited on signal|rank [0-9]+ has no heartbeat' \
         "$err" | grep -oE '^rank [0-9]+' | sort -u | wc -l)
     say "exit code $status, $lost ranks lost"
     ranks=$((ranks > lost ? ranks - lost : 0))

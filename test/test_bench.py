@@ -12,7 +12,7 @@ V, VP, C, NH, L, T, B, F = 97, 128, 32, 2, 3, 16, 2, 48
 MODELS = {"gpt2": gpt2_config(V, C, T, L=L, NH=NH), "llama": llama_config(V, C, T, L=L, NH=NH, F=F)}
 NUM_PARAMS = {"gpt2": V * C + T * C + L * (12 * C * C + 13 * C) + 2 * C,
               "llama": 2 * V * C + L * (4 * C * C + 3 * C * F + 2 * C) + C}
-WEIGHTS = {"gpt2": 12 * C * C, "llama": 4 * C * C + 3 * C * F}      # of the products of a block
+WEIGHTS = {"gpt2": 12 * C * C, "llama": 4 * C * C + 3 * C * F}      # of the GEMMs of a block
 PHASES = ["data", "forward", "head", "backward", "recompute", "communication", "optimizer"]
 DEVICES = ["cpu", "emu"]
 
@@ -75,7 +75,7 @@ def check_ops(j):
         flops_ms, bytes_ms = (1e3 * row[k] / j[rate] for k, rate in (("flops", "product_flop_per_s"),
                                                                      ("bytes", "memory_byte_per_s")))
         assert row["roof_ms"] == pytest.approx(max(flops_ms, bytes_ms))
-        assert row["bound"] == ("products" if flops_ms > bytes_ms else "memory")
+        assert row["bound"] == ("GEMM" if flops_ms > bytes_ms else "memory")
 
 
 def expected_calls(family, G):
@@ -105,8 +105,8 @@ def test_figures(folder, tmp_path, device, family, ranks, stage, G):
     seen = {op: total(j, "calls", op=op) for op in expected_calls(family, G)}
     assert seen == expected_calls(family, G)
     N, head = G * B * T, 6 * VP * C
-    products = N * (6 * L * WEIGHTS[family] + head)
-    assert total(j, "flops") == pytest.approx(products + 7 * N * L * C * (T + 1))
+    gemms = N * (6 * L * WEIGHTS[family] + head)
+    assert total(j, "flops") == pytest.approx(gemms + 7 * N * L * C * (T + 1))
     assert total(j, "bytes", op="optimizer_update") == pytest.approx(
         28 * j["num_params"] / (ranks if stage else 1), rel=0.25)       # and the padding of the vocabulary
     assert j["phases_ms"]["recompute"] == 0

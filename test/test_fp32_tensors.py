@@ -81,7 +81,7 @@ def test_storage(tmp_path, device):
     block = 12 * C**2 + 2 * 64 + 2 * 128 + 2 * 64          # ln_1, the wide biases, the others
     rest = 16 * C + 2 * 64                                 # positions, the last norm
     wire = (8 * chosen + 2 * (2 * 5 * block + rest) + 2 * (5 * block + rest)) // 2 + 48    # 48 of sums
-    assert int(re.search(r"(\d+) a step as planned", run.out)[1]) == wire
+    assert int(re.search(r"planned per step (\d+)", run.out)[1]) == wire
 
 
 def test_resume(tmp_path):

@@ -151,13 +151,13 @@ def test_flags_line_can_be_pasted_back(folder):
 
 
 def test_verbose(folder):
-    """What is sent and waited for is printed when asked for, ZeRO also on several ranks."""
+    """Communication volume and host synchronizations are printed with --verbose, ZeRO also on several ranks."""
     few = args(folder, "-n", 1, "-b", 2, "--sample-tokens", 0)
-    detail = r"^(sent|waits|ZeRO) "
+    detail = r"^(sent|syncs|ZeRO) "
     assert re.findall(detail, train_gpt(*few).out, re.M) == []
     assert re.findall(detail, train_gpt(*few, ranks=2).out, re.M) == ["ZeRO"]
-    assert re.findall(detail, train_gpt(*few, verbose=True).out, re.M) == ["ZeRO", "waits"]
-    assert re.findall(detail, train_gpt(*few, verbose=True, ranks=2).out, re.M) == ["ZeRO", "sent", "waits"]
+    assert re.findall(detail, train_gpt(*few, verbose=True).out, re.M) == ["ZeRO", "syncs"]
+    assert re.findall(detail, train_gpt(*few, verbose=True, ranks=2).out, re.M) == ["ZeRO", "sent", "syncs"]
 
 
 def test_learning_rate_zero_changes_nothing(folder, tmp_path):

@@ -305,7 +305,7 @@ ROWS = [
     refuse('{d}/model/config.json: "n_layer" is 1.5, must be a whole number of at most 2^53', config(n_layer=1.5)),
     refuse("{d}/model/config.json: the width 8 is not divisible by 3 heads", config(n_head=3)),
     refuse('{d}/model/config.json: "vocab_size" is 1000000000000, must be 1 to 16777216', config(vocab_size=1e12)),
-    refuse("{d}/model/model.safetensors: tensor transformer.wte.weight has shape 31x8, config.json asks for 32x8",
+    refuse("{d}/model/model.safetensors: tensor transformer.wte.weight has shape 31x8, config.json needs 32x8",
            config(vocab_size=V + 1)),
     refuse('{d}/model/config.json: "layer_norm_epsilon" is 2, must be 0 to 1', config(layer_norm_epsilon=2)),
     refuse('{d}/model/config.json: activation_function is "swish", have gelu_new, gelu_pytorch_tanh, gelu, silu',
@@ -325,10 +325,10 @@ ROWS = [
     refuse("-m {d}/nowhere is neither a preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 llama-60m llama-1b "
            "llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b) nor a folder with config.json", None, "-m", "{d}/nowhere"),
     # weights
-    refuse("{d}/model: has no tensor transformer.h.1.mlp.c_fc.weight, which config.json asks for",
+    refuse("{d}/model: has no tensor transformer.h.1.mlp.c_fc.weight, which config.json needs",
            tensors(lambda t: {k: v for k, v in t.items() if k != NAME})),
     refuse("{d}/model/model.safetensors: tensor transformer.h.1.mlp.c_fc.weight has shape 32x8, "
-           "config.json asks for 8x32",
+           "config.json needs 8x32",
            tensors(lambda t: {**t, NAME: t[NAME].T.copy()})),
     refuse('{d}/model/model.safetensors: tensor "transformer.h.1.mlp.c_fc.weight" is I64; weights are '
            'read as F32, F16 or BF16: '

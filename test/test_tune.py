@@ -34,7 +34,7 @@ def state_hash(r):
 
 def counts(r):
     """Products measured, from the cache, as recorded, and not the first choice."""
-    found = re.search(r"^tune    \d+ products: (\d+) measured, (\d+) from \S+, (\d+) as recorded \| for (\d+) another",
+    found = re.search(r"^tune    \d+ GEMMs: (\d+) measured, (\d+) from \S+, (\d+) as recorded \| for (\d+) another",
                       r.out, re.M)
     return tuple(map(int, found.groups()))
 
@@ -82,7 +82,7 @@ def test_what_another_card_chose_is_not_used(folder):
              json.loads(path.read_text())["products"]]
     path.write_text(json.dumps({"products": [f"{fnv(line):016x} {line}" for line in lines]}))
     assert counts(run(folder, "--tune", fast=2))[0] == num
-    assert len(json.loads(path.read_text())["products"]) == 2 * num      # those are kept for whoever has that card
+    assert len(json.loads(path.read_text())["products"]) == 2 * num      # those are kept for that GPU
 
 
 def fnv(text):

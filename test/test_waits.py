@@ -29,7 +29,7 @@ def waits(folder, device, model, ranks, flags, steps):
     if run.code != 0 and "is not in this binary" in run.err:
         pytest.skip(run.err.splitlines()[0])
     assert run.code == 0, run.err
-    line = r"^waits   of the host: (\d+) inside steps, (\d+) for a step's result, (\d+) others"
+    line = r"^syncs   host synchronizations: (\d+) inside steps, (\d+) for a step's result, (\d+) others"
     return tuple(map(int, re.search(line, run.out, re.M).groups()))
 
 

@@ -110,7 +110,7 @@ def test_stages(tmp_path, device, one_rank, stage, ranks, overlap, bucket):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_order_does_not_matter(tmp_path, device, stage):
-    """Overlap, buckets, small units kept whole, stage 3 or 2: equal bits."""
+    """Overlap, buckets, small units persistent, stage 3 or 2: equal bits."""
     args = [*start(tmp_path, steps=8), *batch(3), "-z", stage, "--hash-every", 1]
     run = {"ranks": 3, "device": device}
     reference = train_gpt(*args, **run, out=tmp_path / "reference")
@@ -185,7 +185,7 @@ def test_resume_from_stage_3(tmp_path, device, ranks, stage):
 
 
 def test_bytes_with_validation(tmp_path, device):
-    """What a validation leaves in the ring: the steps after it send as much as others."""
+    """A validation clears what it has cached: the steps after it send as much as others."""
     args = [*start(tmp_path, gpt2_config(97, 24, 16, L=2, NH=3), 6), *batch(3, 2), "-z", 3, "--eval-every", 2]
     run = train_gpt(*args, ranks=3, device=device, out=tmp_path / "run", verbose=True)
     assert_sent_as_planned(run, 6)
@@ -430,13 +430,13 @@ ODD = gpt2_config(97, 18, 16, L=3, NH=3)
 @pytest.mark.parametrize("precision,level",
                          [("fp32", "attention"), ("bf16", "cheap"), ("bf16", "block"), ("fp16", "2")])
 def test_recompute_on_a_device(tmp_path, precision, level, config, T):
-    """Also where a layer's rows end between two addresses that products want."""
+    """Also where a layer's rows end between two addresses that GEMMs need."""
     args = [*start(tmp_path, config, 3), *batch(2), "-p", precision, "-z", 3, "-t", T]
     reference = train_gpt(*args, ranks=2, **HALF, out=tmp_path / "none")
     assert_bits(train_gpt(*args, "-r", level, ranks=2, **HALF, out=tmp_path / "run", EMU_SEED="3"), reference)
 
 
-# A vocabulary of several times a block: wte and head go through the ring in pieces at stage 3.
+# A vocabulary of several times a block: wte and head are gathered in pieces at stage 3.
 WIDE = LLAMA | {"vocab_size": 1000}
 
 
@@ -474,7 +474,7 @@ def test_wide_vocabulary(tmp_path, device, wide_one_rank, stage, ranks, overlap,
     if stage > 1:
         assert plan_rows(run.out).get("gradients, embeddings and head", 0) == 0
     if stage == 3:                          # the final norm is: less than a twentieth of a MiB, wte alone would be 0.1
-        assert plan_rows(run.out)["parameters kept whole"] == 0
+        assert plan_rows(run.out)["persistent parameters"] == 0
 
 
 def test_wide_modes(tmp_path, device):
@@ -529,14 +529,14 @@ def test_zero_table(tmp_path, stage, ranks):
     if stage < 3:
         assert rows["parameters"] == pytest.approx(4 * params / mib, rel=0.01)
     else:
-        assert rows["parameters kept whole"] == pytest.approx(4 * embed / mib, rel=0.01)
+        assert rows["persistent parameters"] == pytest.approx(4 * embed / mib, rel=0.01)
         assert rows["parameters, slice"] == pytest.approx(4 * L * block / ranks / mib, rel=0.01)
-        assert rows["parameters, ring of whole units"] == pytest.approx(4 * 2 * block / mib, rel=0.01)
+        assert rows["parameters, double buffer"] == pytest.approx(4 * 2 * block / mib, rel=0.01)
     if stage < 2:
         assert rows["gradients"] == pytest.approx(4 * params / mib, rel=0.01)
     else:
         assert rows["gradients, slice"] == pytest.approx(4 * params / ranks / mib, rel=0.01)
-        assert rows["gradients, ring of whole units"] == pytest.approx(4 * 2 * block / mib, rel=0.01)
+        assert rows["gradients, double buffer"] == pytest.approx(4 * 2 * block / mib, rel=0.01)
 
 
 def test_plans_of_the_readme():
@@ -549,12 +549,12 @@ def test_plans_of_the_readme():
     psi = L * block + 2 * V * C + C
     assert f"{psi / 1e6:.2f}M parameters" in out
     kept = T * (2 * (L * (4 * C + QKV + C + 3 * F) + 3 * C) + 4 * (L * (2 + 32) + 2))   # 16-bit values, then fp32
-    by_hand = {"parameters, slice": 2 * psi / R, "parameters, ring of whole units": 2 * 2 * block,
-               "master weights": 4 * psi / R, "gradients, ring of whole units": 2 * 4 * block,
+    by_hand = {"parameters, slice": 2 * psi / R, "parameters, double buffer": 2 * 2 * block,
+               "master weights": 4 * psi / R, "gradients, double buffer": 2 * 4 * block,
                "gradients, slice": 4 * psi / R, "optimizer states": 8 * psi / R, "activations": kept}
     for label, size_bytes in by_hand.items():
         assert rows[label] == pytest.approx(size_bytes / mib, rel=1e-3), label
-    for label in "parameters kept whole", "gradients, embeddings and head":      # the final norm
+    for label in "persistent parameters", "gradients, embeddings and head":      # the final norm
         assert rows[label] < 0.1
     assert re.search(r"^fits ", out, re.M)
     shown = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("  -z 3 -r ")]
@@ -707,7 +707,7 @@ def test_lost_rank(tmp_path, device, name, words):
     said = [line for line in err.splitlines() if line.startswith("train_gpt: ")]
     assert len(said) == 1 and words in said[0] and re.search(r"rank [02]: .*step \d+, in ", said[0]), err
     if name == "SIGSTOP":
-        assert "rank 1 gives no sign of life" in said[0] and re.search(r"in nccl\w+ of \d+ elements", said[0])
+        assert "rank 1 has no heartbeat" in said[0] and re.search(r"in nccl\w+ of \d+ elements", said[0])
     else:
         assert "rank 1 is gone" in said[0]
     assert not ranks_of(process.pid)

@@ -97,7 +97,7 @@ def environment(**extra):
 
 def train_gpt(*args, ranks=1, device="cpu", out=None, ok=True, timeout=300, wrapper=(), cwd=ROOT, verbose=False, **env):
     """Runs the program; with ok it must end with 0, without it must not, with ok=None it may do either. Skips what this
-    machine cannot run. verbose: it prints what it sends and waits for as well."""
+    machine cannot run. verbose: it prints communication volume and host synchronizations too."""
     if not binary(device).exists():
         pytest.skip(f"{device} is not built")
     if device == "cuda" and ranks > num_gpus():
@@ -117,10 +117,10 @@ def train_gpt(*args, ranks=1, device="cpu", out=None, ok=True, timeout=300, wrap
 
 
 def assert_sent_as_planned(run, steps):
-    """Of a run with verbose=True on several ranks: what was asked for was sent, and steps sent what the plan says."""
-    sent, asked, in_steps, per_step = map(int, re.search(
-        r"sent\s+(\d+) bytes by rank 0, asked for (\d+); (\d+) in steps, (\d+) a step as planned", run.out).groups())
-    assert sent == asked and in_steps == steps * per_step
+    """Of a run with verbose=True on several ranks: what was sent is as expected, and steps sent what was planned."""
+    sent, expected, in_steps, per_step = map(int, re.search(
+        r"sent\s+communication volume of rank 0: (\d+) bytes, expected (\d+); (\d+) in steps, planned per step (\d+)", run.out).groups())
+    assert sent == expected and in_steps == steps * per_step
 
 
 def ranks_of(launcher):

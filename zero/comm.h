@@ -350,7 +350,7 @@ static inline size_t comm_scatter_bytes(const Comm* c, size_t n, size_t elem_byt
 }
 static inline size_t comm_all_reduce_bytes(const Comm* c, size_t n, size_t elem_bytes)
 {
-    size_t own = ceil_div(n, c->num_ranks);   // rank 0 sums these: it sends the others to their owners, then its sum to all
+    size_t own = ceil_div(n, c->num_ranks);   // rank 0 sums these, sends the rest to their owners, and its sum to all
     return (n - own + (c->num_ranks - 1) * own) * elem_bytes;
 }
 

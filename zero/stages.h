@@ -385,7 +385,7 @@ static float* zero_gradient_begin(Zero* z, int u)
     const Buckets* buckets = &z->grad_buckets;
     int b = buckets->of_unit[u];
     if (bucket_is_buffered(buckets, b) || unit_accumulates(z, u)) {
-        if (bucket_is_buffered(buckets, b) && u == buckets->first_unit[b + 1] - 1)   // the buffer's previous bucket is sent
+        if (bucket_is_buffered(buckets, b) && u == buckets->first_unit[b + 1] - 1)   // the buffer's last bucket is sent
             wait_for_ranks(z, z->grad_buffer_free[buckets->buffer[b]]);
         gradient_clear(z, u);
     }

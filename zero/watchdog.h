@@ -108,7 +108,7 @@ static int watch_text(const Watch* w, const char* why, char* line, size_t size)
     if (oldest != nullptr) { activity = oldest->name; elems = oldest->elems; }
     char of[40] = "";
     if (elems > 0) snprintf(of, sizeof of, " of %zu elements", elems);
-    int n = snprintf(line, size, "train_gpt: rank %d: %s: step %zu, in %s%s since %.1f s", own->rank, why, w->step,
+    int n = snprintf(line, size, "train_gpt: rank %d: %s: step %zu, in %s%s for %.1f s", own->rank, why, w->step,
                      activity, of, now - own->moved_s);
     for (int i = 0; i < w->num_beats && n < (int)size; i++) {
         const Beat* b = watch_beat(w, i);
@@ -117,7 +117,7 @@ static int watch_text(const Watch* w, const char* why, char* line, size_t size)
         if (kill(b->pid, 0) != 0)
             n += snprintf(line + n, size - n, "; rank %d is gone: killed, or it crashed", b->rank);
         else if (now - b->alive_s > 2.5)
-            n += snprintf(line + n, size - n, "; rank %d gives no sign of life since %.1f s: stopped or killed",
+            n += snprintf(line + n, size - n, "; rank %d has no heartbeat for %.1f s: stopped or killed",
                           b->rank, now - b->alive_s);
         else if (b->num_collectives < own->num_collectives)
             n += snprintf(line + n, size - n, "; rank %d is %llu collective%s behind", b->rank, behind,
