@@ -1,4 +1,4 @@
-# train_gpt: `make` builds ./train_gpt for this machine, `make help` says what else there is.
+# train_gpt: `make` builds ./train_gpt for this machine, `make help` lists the other targets.
 # One object per precision is compiled from train_gpt.cu and linked into one binary, build/DEVICE/train_gpt.
 
 SHELL       := /bin/bash
@@ -21,7 +21,7 @@ endif
 CXX  ?= g++
 NVCC ?= nvcc
 LIBS := -lcjson -lpcre2-8 -ldl
-# A switch over an enum has no default, so that a case that is missing is an error (the CUDA build: below).
+# A switch over an enum has no default, so that a missing case is an error (for nvcc: below).
 WARN := -Wall -Wextra -Werror=switch -Wno-unused-function -Wno-unused-parameter -Wno-unknown-pragmas
 
 # ---- MPI and NCCL -----------------------------------------------------------------------------------------------
@@ -39,11 +39,11 @@ ifdef NO_NCCL
 endif
 
 # ---- the three devices ------------------------------------------------------------------------------------------
-# SUPPORT: what stands in for the CUDA toolkit where there is none, kernels/cpu/NAME.cpp or kernels/emu/NAME.cpp.
+# SUPPORT: replacements of the CUDA toolkit, kernels/cpu/NAME.cpp or kernels/emu/NAME.cpp.
 ifeq ($(DEVICE),cpu)
   PREC       ?= fp32 bf16 fp16
   TEST_PRECS := $(PREC)
-  # ISA: instruction sets of one binary (kernels/cpu/isa.h), the best first; native is that of this machine.
+  # ISA: instruction sets of one binary (kernels/cpu/isa.h), the best first; native is this machine's.
   ISA        ?= native
   MARCH_avx512 := -march=x86-64-v4 -mprefer-vector-width=512
   MARCH_avx2   := -march=x86-64-v3
@@ -70,7 +70,7 @@ else ifeq ($(DEVICE),emu)
   LIBS       += -lopenblas
   SUPPORT    := runtime nccl blaslt emu
   ifdef CHECK
-    # One host thread; the stand-ins themselves are not instrumented.
+    # One host thread; the emulator itself is not instrumented.
     COMPILE  := $(CXX) -x c++ -std=c++17 -O1 -g $(WARN) -DDEVICE_EMU -DEMU_CHECK -Ikernels/emu -Ikernels/cpu \
                 -I. $(MPI_FLAGS)
     CHECKED  := -fsanitize=thread --param=tsan-instrument-func-entry-exit=0 -include kernels/emu/emu_libc.h
@@ -83,7 +83,7 @@ else ifeq ($(DEVICE),emu)
 else ifeq ($(DEVICE),cuda)
   PREC       ?= fp32 bf16 fp16
   TEST_PRECS := $(PREC)
-  # The GPUs that are here, else sm_80 sm_90 sm_100; PTX of the newest for GPUs to come.
+  # The GPUs of this machine, else sm_80 sm_90 sm_100; PTX of the newest for later GPUs.
   ARCH       ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
                   | tr -d . | grep -x '[0-9]*' | sort -nu),80 90 100)
   NEWEST     := $(lastword $(ARCH))
@@ -113,13 +113,13 @@ train_gpt: $(BUILD)/train_gpt
 $(BUILD)/train_gpt: $(MAIN_OBJS) $(SUPPORT_OBJS)
 	$(LINK) $^ -o $@ $(LIBS)
 
-# The first precision holds main(); all are asked for by -p.
+# The object of the first precision has main(); -p selects the precision.
 precision = -DPREC_$(shell echo $(1) | tr a-z A-Z)
 HAVE      = $(shell echo $(PREC:%=-DHAVE_%) | sed 's/HAVE_[a-z0-9]*/\U&/g')
 $(BUILD)/train_gpt.%.o: train_gpt.cu $(BUILD)/flags
 	$(COMPILE) $(call precision,$*) $(if $(filter $*,$(MAIN_PREC)),-DPREC_MAIN $(HAVE)) $(CHECKED) $(MMD) -c $< -o $@
 
-# Of several instruction sets: train_gpt.PRECISION.ISA.o. The last set, which all machines have, holds main().
+# With several instruction sets: train_gpt.PRECISION.ISA.o. The last set, which every machine has, contains main().
 isa_prec = $(word 1,$(subst ., ,$(1)))
 isa_name = $(word 2,$(subst ., ,$(1)))
 $(ISA_OBJS): $(BUILD)/train_gpt.%.o: train_gpt.cu $(BUILD)/flags
@@ -158,19 +158,19 @@ $(BUILD)/test_%: $(BUILD)/test_%.o $(SUPPORT_OBJS)
 test:
 	scripts/test.sh $(DEVICE)
 
-# What a script in dev/ measures with.
+# Benchmark programs of scripts in dev/.
 $(BUILD)/bench_%: dev/bench_%.cpp $(BUILD)/flags
 	$(COMPILE) $(MMD) $< -o $@ $(LIBS)
 
-# Registers that do not fit are spilled to memory: no kernel may. Compiles for the GPU, needs none.
+# Fails if a kernel spills registers to memory. Compiles for GPUs, runs without one.
 spills:
 	@rm -rf build/spills
 	$(MAKE) -Otarget DEVICE=cuda SPILLS=1 BUILD=build/spills build/spills/train_gpt 2>&1 | dev/spills.py $(SPILLS_TABLE)
 kernel-table:
 	$(MAKE) spills ARCH="80 90 100" SPILLS_TABLE="--table build/kernels.md"
 
-# Every parser under clang's libFuzzer and sanitizers: one program, called by the name of what it parses. Runs nothing:
-# scripts/fuzz.sh does.
+# Every parser under clang's libFuzzer and sanitizers: one program with a link for each parser. Only builds;
+# scripts/fuzz.sh runs them.
 FUZZ_FLAGS := -std=c++17 -O1 -g -march=native -fsanitize=address,undefined,fuzzer -fno-sanitize-recover=undefined \
               $(WARN) -Wno-null-pointer-subtraction -Wno-unused-variable -DDEVICE_CPU -DPREC_FP32 -Ikernels/cpu -I. \
               $(MPI_FLAGS)
@@ -189,9 +189,9 @@ build/fuzz/%.o: kernels/cpu/%.cpp $(BUILD)/flags
 lint:
 	@dev/lint.py
 
-# ---- for who works on it ----------------------------------------------------------------------------------------
-# Does each header compile before any other? Not those that say in their first line whose part they are. In the emulated
-# build too what the CPU build does not see: kernels, and the emulator.
+# ---- development -------------------------------------------------------------------------------------------------
+# Compiles each header by itself, except those whose first line says that they are part of another file. Kernels and the
+# emulator are also compiled for the emulated build.
 HEADERS       = $(patsubst ./%,%,$(shell grep -rLE --include=*.h --include=*.cuh '^/\* \S+: part of ' $(HEADER_DIRS)))
 HEADER_DIRS   = data kernels zero model run
 KERNELS       = kernels/emu/% $(shell grep -l __global__ kernels/*.cuh)
@@ -222,7 +222,7 @@ check:
 	echo "make check: $$(($$(date +%s) - start)) s"; exit $$((quick || ops))
 PYTHON := $(firstword $(wildcard .venv/bin/python) python3)
 
-# ---- what they share --------------------------------------------------------------------------------------------
+# ---- shared ------------------------------------------------------------------------------------------------------
 MMD      = -MMD -MP -MF $(@:.o=.d)
 COMPILE += $(if $(SPILLS),-Xptxas -v)
 
@@ -242,7 +242,7 @@ help:
 	@echo "make tests          build the test programs of this device"
 	@echo "make test           build and run every test of this device (scripts/test.sh runs all devices)"
 	@echo "make fuzz           build the fuzz targets of all parsers (clang); scripts/fuzz.sh runs them"
-	@echo "make lint           check the look of the source: lengths, includes, enums, checked calls, scripts"
+	@echo "make lint           check the source: lengths, includes, enums, checked calls, scripts, words"
 	@echo "make headers        compile each header by itself"
 	@echo "make spills         compile the CUDA kernels and fail if one spills registers"
 	@echo "make kernel-table   the same for sm_80 sm_90 sm_100, and write build/kernels.md"

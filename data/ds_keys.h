@@ -53,8 +53,8 @@
     FLAG("optimizer.params.momentum",       "momentum", "") \
     FLAG("optimizer.params.nesterov",       "nesterov", "") \
     FLAG("optimizer.params.dampening",      "dampening", "") \
-    ONLY("optimizer.params.max_coeff",      "10", "LAMB's ratio lies between 0.01 and 10") \
-    ONLY("optimizer.params.min_coeff",      "0.01", "LAMB's ratio lies between 0.01 and 10") \
+    ONLY("optimizer.params.max_coeff",      "10", "LAMB's ratio is between 0.01 and 10") \
+    ONLY("optimizer.params.min_coeff",      "0.01", "LAMB's ratio is between 0.01 and 10") \
     FLAG("optimizer.params.muon_lr",        "muon_lr", "") \
     FLAG("optimizer.params.adam_lr",        "lr", "") \
     ONLY("optimizer.params.ns_method",      "standard", "Muon iterates on the matrix, not on its Gram matrix") \
@@ -171,7 +171,7 @@
     ONLY("activation_checkpointing.partition_activations", "false", "activations are not split over ranks") \
     RULE("activation_checkpointing.cpu_checkpointing", ds_offload, "with -r block or K; the key alone recomputes nothing") \
     SAME("activation_checkpointing.contiguous_memory_optimization", "activations always lie one after another") \
-    SAME("activation_checkpointing.number_checkpoints", "-r says what the backward makes again") \
+    SAME("activation_checkpointing.number_checkpoints", "-r chooses activation recomputation") \
     SAME("activation_checkpointing.synchronize_checkpoint_boundary", "streams wait for events, not for the device") \
     SAME("activation_checkpointing.profile", "the times of a step are in the log") \
     ONLY("tensor_parallel.autotp_size",     "0|1", "a tensor is not split over ranks within a layer") \
@@ -181,7 +181,7 @@
     ONLY("pipeline.stages",                 "auto|1", "layers are not split over ranks") \
     SAME("pipeline.partition",              "goes with stages") \
     SAME("pipeline.seed_layers",            "weights depend on the seed alone") \
-    SAME("pipeline.activation_checkpoint_interval", "-r says what the backward makes again") \
+    SAME("pipeline.activation_checkpoint_interval", "-r chooses activation recomputation") \
     SAME("pipeline.pipe_partitioned",       "goes with stages") \
     SAME("pipeline.grad_partitioned",       "goes with stages") \
     UNLESS_OFF("expert_parallel",           "there are no experts") \

@@ -1,5 +1,5 @@
-/* flag_rules.h: which flags go with which, a row each, as far as flags alone decide it. What model, data, ranks or the
- * setting that --auto chooses decide too is refused where those are known: run/run.cuh, run/ramp.h, run/rates.h.
+/* flag_rules.h: combinations of flags that are refused, a row each, as far as flags alone decide. Rules that also
+ * depend on model, data, ranks or the setting that --auto chooses are in run/run.cuh, run/ramp.h and run/rates.h.
  *
  *   R(flags, condition, sentence, arguments)   each of the flags, if given, is refused where the condition holds.
  *                                              `name` is the flag as it was spelled, f all flags, idx its index */
@@ -9,7 +9,7 @@
 
 static bool flag_is_word(const char* value, const char* word) { return strcmp(value, word) == 0; }
 
-/* Of the flags with the attribute MODE. */
+/* How many flags with the attribute MODE are on. */
 static int flags_num_modes(const Flags* f)
 {
     int num_modes = 0;
@@ -60,7 +60,7 @@ static const bool has_algorithms = true;
       f->model, f->model, f->model) \
     R((FLAG_epochs), \
       f->given[FLAG_steps], \
-      "-n and --epochs both say where the run ends: give one") \
+      "-n and --epochs both set where the run ends: give one") \
     R((FLAG_elastic), \
       f->elastic && !f->given[FLAG_resume], \
       "--elastic goes with --resume: it keeps a checkpoint's batch") \
@@ -90,7 +90,7 @@ static const bool has_algorithms = true;
        FLAG_eval_stride, FLAG_out, FLAG_save_every, FLAG_keep, FLAG_keep_every, FLAG_resume, FLAG_elastic, \
        FLAG_hash_every, FLAG_check_replicas, FLAG_batch_ramp, FLAG_seq_ramp), \
       f->bench, \
-      "%s has no place beside --bench, whose tokens are made up, whose steps are all alike, and which keeps nothing " \
+      "%s does not go with --bench, whose tokens are synthetic, whose steps are all alike, and which writes nothing " \
       "but --bench-json FILE: leave it out", name) \
     R((FLAG_steps), \
       f->bench && f->steps < 1, \
@@ -105,7 +105,7 @@ static const bool has_algorithms = true;
       !f->given[FLAG_export_], \
       "--export-dtype and --shard-bytes go with --export; checkpoints hold fp32")
 
-/* "--bf16 False" beside -p bf16, whoever says that; and two modes at once. */
+/* Refuses "--bf16 False" together with -p bf16, and two modes at once. */
 static void flags_refuse_rest(const Flags* f)
 {
     char name[64], buf[64];
@@ -125,7 +125,7 @@ static void flags_refuse_rest(const Flags* f)
     die_usage("%s are different modes: give one", modes);
 }
 
-/* Every refusal is one line and exit code 2, as flags_parse has it. */
+/* A refusal is one line and exit code 2, as in flags_parse. */
 static void flags_refuse(const Flags* f)
 {
 #define FLAG_LIST(...) {__VA_ARGS__}

@@ -1,6 +1,6 @@
-/* flags.h: every option of train_gpt, one row each. The struct, the parser, --help, the range checks, the start-up
- * print, the header of the run log, run.json and what a checkpoint says of its run come from the table: to add a flag,
- * add a row. What goes with what: flag_rules.h. Other programs' names for the same: flag_aliases.h.
+/* flags.h: every option of train_gpt, one row each. The struct, the parser, --help, the range checks, the flags printed
+ * at the start, in the header of the run log, in run.json and in checkpoints come from the table: to add a flag, add a
+ * row. Rules about combinations are in flag_rules.h, other programs' names for flags in flag_aliases.h.
  *
  *   F(kind, field, letter, default, low, high, attributes, help)
  *     kind        INT (int64), REAL (double), TEXT (string), SWITCH (bool), ONEOF (string; `low` lists the choices)
@@ -23,23 +23,23 @@
 #include "error.h"
 #include "flag_aliases.h"
 
-/* Choices, "a|b|c", that are rows of a table in a layer above this one: whoever parses gives them. */
+/* Choices, "a|b|c", from tables of kernels/, which this folder does not include: the parser's caller passes them. */
 typedef struct FlagWords { const char *optimizers, *schedules; } FlagWords;
 
-/* What else holds of a flag. */
+/* Attributes of a flag. */
 enum FlagIs {
-    PATH = 1,        // a path: run.json has it in full
-    ALWAYS = 2,      // run.json has it where it is not given too: its default is the build's or the folder's
-    SHAPES = 4,      // shapes the rest of a run: checkpoints record it, and a resumed run that has it otherwise says so
-    RESUMES = 8,     // how a run is resumed: run.json has it, but for --resume auto
-    START = 16,      // of this start of the program, not of the run: run.json leaves it out
-    MODE = 32,       // done instead of training: only one of them
+    PATH = 1,        // a path: run.json has it as an absolute path
+    ALWAYS = 2,      // run.json has it even if not given: its default depends on the build or folder
+    SHAPES = 4,      // changes the run's numbers: checkpoints record it, a resumed run prints differences
+    RESUMES = 8,     // how a run is resumed: run.json has it, except for --resume auto
+    START = 16,      // of this start of the program, not of the run: not in run.json
+    MODE = 32,       // replaces training; at most one is given
 };
 
 #define FLAGS(F, HEADING) \
     HEADING(model, "Model and data") \
-    F(TEXT,   model,         'm', "",        0, 0, PATH | ALWAYS, "preset (gpt2, d12, llama-1b, ...: a word that is none lists them all), HF folder or checkpoint") \
-    F(SWITCH, from_scratch,  0,   false,     0, 0, 0, "take only config.json from the folder given with -m") \
+    F(TEXT,   model,         'm', "",        0, 0, PATH | ALWAYS, "preset (gpt2, d12, llama-1b, ...: an unknown name lists all), HF folder or checkpoint") \
+    F(SWITCH, from_scratch,  0,   false,     0, 0, 0, "use only config.json of the folder given with -m") \
     F(TEXT,   tokenizer,     0,   "",        0, 0, PATH, "tokenizer.json (default: the one of the model folder, else of the data folder)") \
     F(TEXT,   data,          'd', "data/sets/kjv", 0, 0, PATH | ALWAYS, "token shards: folder with train_*.bin and val_*.bin, or one file") \
     F(TEXT,   val,           'v', "",        0, 0, PATH, "validation shards, if not the val_*.bin beside the training shards") \
@@ -47,17 +47,17 @@ enum FlagIs {
     F(SWITCH, no_shuffle,    0,   false,     0, 0, SHAPES, "windows in file order") \
     F(INT,    seed,          's', 42,        0, INT64_MAX, 0, "seed of the initial weights, the data order and the samples") \
     HEADING(run, "The run") \
-    F(TEXT,   out,           'o', "",        0, 0, PATH | START, "run folder for log and checkpoints; none: nothing is written") \
-    F(INT,    steps,         'n', 0,         0, INT64_MAX, 0, "optimizer steps, counted from the run's beginning (default: --epochs)") \
+    F(TEXT,   out,           'o', "",        0, 0, PATH | START, "run folder for log and checkpoints; without it nothing is written") \
+    F(INT,    steps,         'n', 0,         0, INT64_MAX, 0, "optimizer steps, counted from the start of the run (default: --epochs)") \
     F(INT,    epochs,        0,   1,         1, 1 << 20, 0, "passes over the training shards, when -n is not given") \
     F(TEXT,   resume,        0,   "",        0, 0, PATH | RESUMES, "resume from a checkpoint, or from the newest complete one of a run folder; auto = the newest of -o if there is one") \
-    F(SWITCH, elastic,       0,   false,     0, 0, RESUMES, "with --resume: the checkpoint's global batch on any number of ranks; -g follows, -b is the most") \
-    F(TEXT,   repeat,        0,   "",        0, 0, PATH | START, "reproduce the run of this run folder, as its run.json says; only -o goes with it") \
+    F(SWITCH, elastic,       0,   false,     0, 0, RESUMES, "with --resume: keep the checkpoint's global batch on any number of ranks; -g is computed, -b is the maximum") \
+    F(TEXT,   repeat,        0,   "",        0, 0, PATH | START, "reproduce the run of this folder from its run.json; may be combined with -o only") \
     F(TEXT,   config,        0,   "",        0, 0, PATH | START, "DeepSpeed's JSON: its keys become flags; command-line flags override the file") \
     HEADING(batch, "Batch and sequence length") \
     F(INT,    micro_batch,   'b', 4,         1, 1 << 20, 0, "sequences per rank and micro-step") \
     F(INT,    grad_accum,    'g', 1,         1, 1 << 20, 0, "micro-steps per optimizer step") \
-    F(INT,    batch,         0,   0,         1, 1 << 30, 0, "global batch in sequences; gives -b or -g when one is left out") \
+    F(INT,    batch,         0,   0,         1, 1 << 30, 0, "global batch in sequences; -b or -g may then be left out") \
     F(INT,    seq_len,       't', 0,         1, 1 << 24, 0, "tokens per sequence (default: the model's context, at most 1024)") \
     F(TEXT,   batch_ramp,    0,   "",        0, 0, SHAPES, "FROM:STEPS: the global batch grows from FROM sequences over the first steps, by whole micro-steps") \
     F(TEXT,   seq_ramp,      0,   "",        0, 0, SHAPES, "FROM:STEPS: of each sequence the first FROM tokens are used, growing over the first steps by 8") \
@@ -67,11 +67,11 @@ enum FlagIs {
     F(INT,    reduce_bucket, 0,   0,         0, INT64_MAX, 0, "gradients are reduced in buckets of whole units of at most so many elements; 0 = unit by unit") \
     F(INT,    gather_bucket, 0,   0,         0, INT64_MAX, 0, "parameters are all-gathered in buckets of whole units of at most so many elements; 0 = unit by unit") \
     F(ONEOF,  reduce,        0,   "micro",   "micro|step", 0, 0, "stages 2 and 3: gradients are reduce-scattered in every micro-step, or accumulated whole and sent once a step") \
-    F(INT,    overlap,       0,   1,         0, 1, 0, "0: communication on the compute stream, one operation after another; 1: beside computation") \
-    F(SWITCH, deterministic, 0,   false,     0, 0, 0, "gradients are summed in rank order: the same bits whatever NCCL does") \
+    F(INT,    overlap,       0,   1,         0, 1, 0, "1: communication overlaps computation; 0: both on one stream") \
+    F(SWITCH, deterministic, 0,   false,     0, 0, 0, "sum gradients in rank order: the bits do not depend on NCCL") \
     HEADING(memory, "Activation recomputation and offload") \
     F(TEXT,   recompute,     'r', "none",    0, 0, 0, "activation recomputation (activation checkpointing): none, cheap (norms), mlp, attention (and mlp), block, or K: K blocks at a time") \
-    F(TEXT,   offload,       0,   "none",    0, 0, 0, "kept in host memory, comma-separated: activations (the blocks' inputs of -r block or K, but two), optimizer (master weights, moments), gradients (slices of stages 2 and 3), parameters (slices of stage 3); none") \
+    F(TEXT,   offload,       0,   "none",    0, 0, 0, "stored in host memory, comma-separated: activations (the blocks' inputs of -r block or K, but two), optimizer (master weights, moments), gradients (slices of stages 2 and 3), parameters (slices of stage 3); none") \
     F(SWITCH, auto_,         0,   false,     0, 0, 0, "choose -z, -r, -b where not given: the fastest estimated that fits") \
     HEADING(precision, "Precision") \
     F(ONEOF,  precision,     'p', "fp32",    "fp32|bf16|fp16", 0, SHAPES, "data type of parameters and activations (mixed precision: the optimizer keeps master weights)") \
@@ -86,7 +86,7 @@ enum FlagIs {
     F(INT,    loss_scale_window, 0,   1000,    1, 1 << 30, 0, "fp16: the loss scale doubles after so many good steps in a row") \
     F(INT,    hysteresis,    0,   2,         1, 1 << 30, 0, "fp16: overflows before the loss scale is halved") \
     F(REAL,   min_loss_scale, 0,   1,         1e-30, 1e30, 0, "fp16: an overflow at this loss scale ends the run") \
-    F(SWITCH, consecutive_hysteresis, 0,   false, 0, 0, 0, "fp16: every good step restores the hysteresis") \
+    F(SWITCH, consecutive_hysteresis, 0,   false, 0, 0, 0, "fp16: every step without overflow restores the hysteresis") \
     HEADING(optimizer, "Optimizer") \
     F(ONEOF,  optimizer,     0,   "adamw",   &FlagWords::optimizers, 0, SHAPES, "optimizer; muon is for hidden matrices, the rest takes adamw") \
     F(REAL,   beta1,         0,   0.9,       0, 0.999999, SHAPES, "first moment decay") \
@@ -95,7 +95,7 @@ enum FlagIs {
     F(REAL,   weight_decay,  0,   0.1,       0, 100, SHAPES, "decay of tensors with two axes (if not given adam, sgd, adagrad: 0, lamb: 0.01)") \
     F(REAL,   momentum,      0,   -1,       -1, 0.999999, SHAPES, "sgd, muon: decay of the momentum; -1 = 0.9, 0.95") \
     F(REAL,   dampening,     0,   0,         0, 1, SHAPES, "sgd: the gradient's share that does not enter the momentum") \
-    F(SWITCH, nesterov,      0,   false,     0, 0, SHAPES, "sgd: steps along the gradient and the momentum that follows it") \
+    F(SWITCH, nesterov,      0,   false,     0, 0, SHAPES, "sgd: Nesterov momentum") \
     F(REAL,   muon_lr,       0,   0.02,      0, 1e3, SHAPES, "muon: peak learning rate of hidden matrices") \
     F(TEXT,   param_group,   0,   "",        0, 0, SHAPES, "parameter groups, by tensor name: PATTERN:lr=FACTOR,wd=DECAY;PATTERN:... (shell patterns, a later one wins)") \
     F(REAL,   clip,          0,   1.0,       0, 1e30, SHAPES, "gradient clipping: largest global gradient norm; 0 = off") \
@@ -105,57 +105,57 @@ enum FlagIs {
     F(REAL,   lr,            'l', 6e-4,      0, 1e3, SHAPES, "peak learning rate") \
     F(ONEOF,  schedule,      0,   "cosine",  &FlagWords::schedules, 0, SHAPES, "learning rate over the steps") \
     F(INT,    warmup,        0,   -1,       -1, INT64_MAX, SHAPES, "warm-up steps; -1 = 2 % of the steps, at most 700, and half of them for onecycle") \
-    F(REAL,   decay,         0,   0.2,       0, 1, SHAPES, "wsd: last share of the steps that falls") \
+    F(REAL,   decay,         0,   0.2,       0, 1, SHAPES, "wsd: share of the steps, at the end, in which the learning rate falls") \
     F(REAL,   min_lr,        0,   -1,       -1, 1e3, SHAPES, "learning rate at the end; -1 = a tenth of the peak") \
     HEADING(validation, "Validation") \
     F(INT,    eval_every,    0,   0,         0, INT64_MAX, 0, "validate every so many steps; 0 = at the end only") \
     F(INT,    eval_batches,  0,   0,         0, INT64_MAX, 0, "at most so many global micro-batches per validation; 0 = the whole set") \
-    F(INT,    eval_stride,   0,   0,         0, 1 << 24, 0, "validation windows begin so many tokens apart and count what no window before has; 0 = -t") \
+    F(INT,    eval_stride,   0,   0,         0, 1 << 24, 0, "validation windows begin so many tokens apart; each token counts once; 0 = -t") \
     HEADING(save, "Checkpoints") \
     F(INT,    save_every,    0,   0,         0, INT64_MAX, 0, "checkpoint every so many steps; 0 = at the end only (with -o)") \
     F(INT,    keep,          0,   0,         0, 1 << 20, 0, "the newest checkpoints to keep: older ones are deleted; 0 = all") \
-    F(INT,    keep_every,    0,   0,         0, INT64_MAX, 0, "with --keep: those of every so many steps are kept as well") \
-    F(ONEOF,  on_save_error, 0,   "continue", "continue|stop", 0, 0, "a failed save (full disk) is reported: go on training, or stop") \
+    F(INT,    keep_every,    0,   0,         0, INT64_MAX, 0, "with --keep: also keep those of every so many steps") \
+    F(ONEOF,  on_save_error, 0,   "continue", "continue|stop", 0, 0, "after a failed save (full disk), which is reported: continue training, or stop") \
     HEADING(checks, "Log and checks") \
     F(INT,    log_every,     0,   1,         1, INT64_MAX, 0, "print every so many steps (the log file has all)") \
-    F(SWITCH, verbose,       0,   false, 0, 0, START, "also what counts as detail: communication volume, host synchronizations, ZeRO on one rank") \
+    F(SWITCH, verbose,       0,   false, 0, 0, START, "print details too: communication volume, host synchronizations, ZeRO on one rank") \
     F(INT,    hash_every,    0,   0,         0, INT64_MAX, 0, "state hash into the log every so many steps; always at checkpoints and the end") \
-    F(INT,    check_replicas, 0,   0,         0, INT64_MAX, 0, "every so many steps: do all ranks have the same parameters? 0 = never") \
+    F(INT,    check_replicas, 0,   0,         0, INT64_MAX, 0, "check every so many steps that all ranks have the same parameters; 0 = never") \
     F(REAL,   spike_deviations, 0,   6,        0, 1e6, SHAPES, "a loss or norm so many standard deviations above its running mean is reported; 0 = never") \
-    F(INT,    spike_window,  0,   100,       2, 1 << 30, SHAPES, "steps that the running mean and deviation look back") \
+    F(INT,    spike_window,  0,   100,       2, 1 << 30, SHAPES, "window of the running mean and deviation, in steps") \
     F(SWITCH, spike_skip,    0,   false,     0, 0, SHAPES, "a step whose loss or norm is such a spike changes nothing, like one with non-finite gradients") \
     F(REAL,   timeout,       0,   600,       0, 1e9, 0, "seconds without progress after which a rank says where it waits and ends the run; 0 = never") \
-    F(INT,    profile,       0,   0,         0, 1000, 0, "trace of so many steps, after the first three, for ui.perfetto.dev: trace.json in -o, or here") \
+    F(INT,    profile,       0,   0,         0, 1000, 0, "trace so many steps, after the first three, for ui.perfetto.dev: trace.json in -o, else in the working directory") \
     HEADING(modes, "Modes: instead of training") \
     F(SWITCH, plan,          0,   false,     0, 0, MODE, "print the memory and communication plan and stop") \
     F(TEXT,   gpu,           0,   "",        0, 0, 0, "with --plan: for this GPU (h100, a100, l4, rtx 4090 ...)") \
     F(INT,    ranks,         0,   0,         0, 1 << 20, 0, "with --plan: for so many ranks") \
-    F(SWITCH, bench,         0,   false,     0, 0, MODE, "time -n steps on made-up tokens (20), and each operation against the device's ceilings, and stop") \
-    F(TEXT,   bench_json,    0,   "",        0, 0, PATH, "with --bench: every figure into this file") \
+    F(SWITCH, bench,         0,   false,     0, 0, MODE, "time -n steps (20) on synthetic tokens, and each operation as % of roofline, and stop") \
+    F(TEXT,   bench_json,    0,   "",        0, 0, PATH, "with --bench: write every figure to this file") \
     F(SWITCH, eval,          0,   false,     0, 0, MODE, "validate and stop") \
-    F(TEXT,   choices,       0,   "",        0, 0, PATH | MODE, "answer this file of multiple choice (JSONL of ctx, endings, label: HellaSwag) and stop") \
+    F(TEXT,   choices,       0,   "",        0, 0, PATH | MODE, "answer the multiple-choice questions of this file (JSONL of ctx, endings, label: HellaSwag) and stop") \
     F(TEXT,   generate,      0,   "",        0, 0, MODE, "continue this text and stop") \
     F(TEXT,   prompts,       0,   "",        0, 0, PATH | MODE, "continue the prompts of this JSONL file (- = stdin), -b at a time, JSONL to stdout, and stop") \
     F(TEXT,   export_,       0,   "",        0, 0, PATH | MODE, "write the weights as an HF folder and stop") \
-    F(ONEOF,  export_dtype,  0,   "fp32",    "fp32|bf16|fp16", 0, 0, "what --export stores, whatever -p computes in") \
+    F(ONEOF,  export_dtype,  0,   "fp32",    "fp32|bf16|fp16", 0, 0, "data type of --export, independent of -p") \
     F(INT,    shard_bytes,   0,   5000000000, 1, INT64_MAX, 0, "--export splits weights into files of at most so many bytes, with an index") \
     HEADING(generation, "Generation") \
     F(INT,    sample_tokens, 0,   128,       0, 1 << 20, 0, "tokens to generate; also of the sample at the end of a run (0 = none)") \
     F(REAL,   temperature,   0,   0.8,       0, 100, 0, "sampling temperature; 0 = greedy") \
     F(INT,    top_k,         0,   40,        0, 1 << 30, 0, "sample among the k most likely tokens; 0 = all") \
-    F(REAL,   top_p,         0,   1.0,       0, 1, 0, "sample among the likeliest tokens that reach this probability together") \
-    F(REAL,   repetition_penalty, 0,   1.0,    1e-3, 1e3, 0, "logits of tokens that the text has are divided by it; 1 = off") \
+    F(REAL,   top_p,         0,   1.0,       0, 1, 0, "sample among the most likely tokens with this total probability (nucleus sampling)") \
+    F(REAL,   repetition_penalty, 0,   1.0,    1e-3, 1e3, 0, "divides logits of tokens already in the text; 1 = off") \
     F(TEXT,   stop,          0,   "",        0, 0, 0, "tokens that end a text, ids or spellings, comma-separated (default: config.json's eos_token_id)") \
     F(SWITCH, no_kv_cache,   0,   false,     0, 0, 0, "generate without the key/value cache: the whole context for each token") \
     HEADING(program, "The program") \
     F(INT,    device_mb,     0,   0,         0, INT64_MAX, 0, "CPU and emulated builds: device memory budget in MiB; 0 = the machine's") \
-    F(SWITCH, tune,          0,   false,     0, 0, 0, "GPU: time several algorithms for each matrix multiplication and keep the fastest; which, is cached and in run.json") \
-    F(SWITCH, print_config,  0,   false,     0, 0, 0, "print every flag, its value and where that comes from, and stop") \
-    F(SWITCH, report,        0,   false,     0, 0, 0, "what this binary is made of and finds here, what is missing and how to mend it") \
-    F(SWITCH, version,       0,   false,     0, 0, 0, "what this binary is built from and with") \
-    F(SWITCH, help,          'h', false,     0, 0, 0, "this list")
+    F(SWITCH, tune,          0,   false,     0, 0, 0, "GPU: time several algorithms for each matrix multiplication and use the fastest; choices are cached, and in run.json") \
+    F(SWITCH, print_config,  0,   false,     0, 0, 0, "print every flag, its value and its source, and stop") \
+    F(SWITCH, report,        0,   false,     0, 0, 0, "print what this binary is built with, what it finds on this machine, and how to fix what is missing") \
+    F(SWITCH, version,       0,   false,     0, 0, 0, "print version, compiler and device") \
+    F(SWITCH, help,          'h', false,     0, 0, 0, "print this list")
 
-/* Values that are planned and not built: refused as such. */
+/* Values that are planned but not implemented: the refusal says so. */
 #define VALUES_LATER "1bit-adam 01-adam 1bit-lamb onebitadam zerooneadam onebitlamb"
 
 enum FlagKind { INT, REAL, TEXT, ONEOF, SWITCH };
@@ -173,7 +173,7 @@ enum FlagIdx { FLAGS(FLAG_ENUM, HEADING_ENUM) NUM_FLAGS };
 #define HEADING_ROW(name, title) {HEADING_##name, title},
 static const struct { int idx; const char* title; } flag_headings[] = { FLAGS(FLAG_NOTHING, HEADING_ROW) };
 
-typedef struct { const char* spelling; int idx; const char *value, *why; } FlagAlias;    // why: it is refused
+typedef struct { const char* spelling; int idx; const char *value, *why; } FlagAlias;    // why the command line is refused
 #define ALIAS_ROW(spelling, field, value) {spelling, FLAG_##field, value, nullptr},
 #define REFUSED_ROW(spelling, why) {spelling, -1, nullptr, why},
 static const FlagAlias flag_aliases[] = { FLAG_ALIASES(ALIAS_ROW, REFUSED_ROW) };
@@ -182,10 +182,10 @@ enum { NUM_ALIASES = sizeof flag_aliases / sizeof flag_aliases[0] };
 typedef struct Flags {
 #define FLAG_FIELD(kind, field, ...) FlagType_##kind field;
     FLAGS(FLAG_FIELD, FLAG_NOTHING)
-    bool given[NUM_FLAGS];          // on the command line or in the file of --config, by FLAG_field
-    const char* from[NUM_FLAGS];    // where: FROM_COMMAND_LINE, or the key of that file
-    const FlagAlias* as[NUM_FLAGS]; // how the command line spells it; null: by its own name
-    bool denied[NUM_ALIASES];       // "--bf16 False": flag_rules.h refuses the value in another spelling
+    bool given[NUM_FLAGS];          // on the command line or in the file of --config; index FLAG_field
+    const char* from[NUM_FLAGS];    // FROM_COMMAND_LINE, or the key of that file
+    const FlagAlias* as[NUM_FLAGS]; // the alias on the command line; null: its own name
+    bool denied[NUM_ALIASES];       // "--bf16 False": the value that flag_rules.h then refuses
     const FlagWords* words;
 } Flags;
 #define FROM_COMMAND_LINE flags_command_line
@@ -199,7 +199,7 @@ typedef struct {
     size_t offset;
     double low, high;
     const char* choices;
-    const char* FlagWords::*words;  // where the choices are instead; null: nowhere
+    const char* FlagWords::*words;  // the caller's choices; null: none
     int is;
     const char* help;
 } FlagRow;
@@ -239,7 +239,7 @@ static const char* flag_long_name(const FlagRow* row, char (&buf)[64])
     return buf;
 }
 
-/* As the command line spells it: by its own name or an alias. */
+/* The name used on the command line: its own or an alias. */
 static const char* flag_given_name(const Flags* flags, int idx, char (&buf)[64])
 {
     const FlagAlias* as = flags->as[idx];
@@ -254,14 +254,14 @@ static const char* flag_choices_of(const Flags* f, const FlagRow* row)
     return row->words != nullptr ? f->words->*row->words : row->choices;
 }
 
-/* The row of a field's name; null if there is none. */
+/* The row of a field; null if there is none. */
 static const FlagRow* flag_find(const char* name)
 {
     for (const FlagRow& row : flag_rows) if (strcmp(row.name, name) == 0) return &row;
     return nullptr;
 }
 
-/* The fewest digits that give the same number again. */
+/* The number with the fewest digits that read back as the same number. */
 static const char* real_text(double x, char (&buf)[64])
 {
     for (int digits = 15; digits <= 17; digits++) {
@@ -285,7 +285,7 @@ static const char* flag_value(const Flags* flags, const FlagRow* row, char (&buf
     return "";
 }
 
-/* Asked for: a switch that is on, another flag that is given. */
+/* A switch that is on, or another flag that is given. */
 static bool flag_is_on(const Flags* flags, int idx)
 {
     const FlagRow* row = &flag_rows[idx];
@@ -312,7 +312,7 @@ static int edit_distance(const char* a, const char* b)
     return row[nb];
 }
 
-/* Of the words that are offered, the nearest to `word`, if it is near: a third of the letters may differ. */
+/* The candidate nearest to `word`, if at most a third of its letters differ. */
 typedef struct { const char* word; int distance; char nearest[64]; } Nearest;
 static Nearest nearest_begin(const char* word) { return Nearest{word, ((int)strlen(word) + 2) / 3 + 1, ""}; }
 static void nearest_offer(Nearest* n, const char* candidate)
@@ -383,7 +383,7 @@ static double flag_number(const FlagRow* row, const char* shown, const char* tex
         die_usage("%s needs a whole number, not '%s'", shown, text);
     if (x < row->low || x > row->high)
         die_usage("%s %s is out of range: %.10g to %.10g", shown, text, row->low, row->high);
-    if (row->kind == REAL && row->low == -1 && x > -1 && x < 0)   // -1 is a word of its own
+    if (row->kind == REAL && row->low == -1 && x > -1 && x < 0)   // -1 is allowed besides the range
         die_usage("%s %s is out of range: 0 to %.10g, or -1", shown, text, row->high);
     return x;
 }
@@ -465,7 +465,7 @@ static bool alias_is_switch(const FlagAlias& a)
     return strchr(a.spelling, '=') == nullptr && (a.value != nullptr || flag_rows[a.idx].kind == SWITCH);
 }
 
-/* "--lr 0.001", "--bf16 (--precision bf16)": what the command line says of a flag. */
+/* "--lr 0.001", "--bf16 (--precision bf16)": a flag as given on the command line. */
 static void flag_given_text(const Flags* flags, int idx, char (&text)[256])
 {
     const FlagAlias* as = flags->as[idx];
@@ -481,7 +481,7 @@ static void flag_given_text(const Flags* flags, int idx, char (&text)[256])
     }
 }
 
-/* A flag may be given in two spellings, with one value. */
+/* A flag may be given by two names if the values are equal. */
 static void flag_set(Flags* flags, int idx, const FlagAlias* as, const char* shown, const char* text)
 {
     const FlagRow* row = &flag_rows[idx];
@@ -505,7 +505,7 @@ static void flag_set(Flags* flags, int idx, const FlagAlias* as, const char* sho
     flags->from[idx] = FROM_COMMAND_LINE;
 }
 
-/* An alias: what its rows for this word say, or else those for all values. */
+/* Sets the flags of an alias: from its rows for this value, else from those for all values. */
 static void alias_set(Flags* flags, const char* name, const char* value)
 {
     bool of_word = false, found = false;
@@ -529,7 +529,7 @@ static void alias_set(Flags* flags, const char* name, const char* value)
     if (!found) die_usage("%s %s means nothing here, have%s", name, value, words);
 }
 
-/* What the command line calls something: a flag's own name, or aliases. */
+/* Finds a name of the command line: a flag's own name, or aliases. */
 typedef struct { const FlagRow* row; bool known, takes_value, refused; } FlagName;
 
 static FlagName flag_look_up(const char* name)
@@ -545,7 +545,7 @@ static FlagName flag_look_up(const char* name)
     return found;
 }
 
-/* Fills *flags from defaults and the command line; every refusal is one line and exit code 2. */
+/* Fills *flags from defaults and the command line. A refusal is one line and exit code 2. */
 static void flags_parse(Flags* flags, const FlagWords* words, int argc, char** argv)
 {
     *flags = flags_default(words);

@@ -3,15 +3,16 @@
  *    "num_ranks": 2, "ranks": ["HOST, DEVICE", ...], "num_threads": 1,
  *    "train_tokens": ..., "val_tokens": ...,
  *    "model_is_here": false,      true: the model is OUT/config.json with new weights, not what --model names
- *    "arguments": ["--lr=0.001", ...],     every flag that was given, paths in full; those of --config as flags
- *    "products": [...]}                    with --tune: see run/tune.cuh
- * Written when a run starts and not when it is resumed; each resume is in the log. The data stay where they are: if
- * their number of tokens is another one, --repeat is refused. */
+ *    "arguments": ["--lr=0.001", ...],     every flag that was given, also in --config, with absolute paths
+ *    "products": [...]}                    algorithms of GEMMs, with --tune: see run/tune.cuh
+ * Written when a run starts, not when it is resumed; the log has each resume. Data are not copied: if their number of
+ * tokens has changed, --repeat is refused. */
 #pragma once
 #include "json.h"
 #include "flags.h"
 
-/* What was given, and what defaults to something of this build or folder; not what --repeat gives itself. */
+/* Flags that are given, and those whose default depends on the build or folder (ALWAYS), without those that --repeat
+ * sets itself. */
 static bool flag_is_recorded(const Flags* f, int idx, bool model_is_here)
 {
     const int is = flag_rows[idx].is;
@@ -20,7 +21,7 @@ static bool flag_is_recorded(const Flags* f, int idx, bool model_is_here)
     return flag_is_on(f, idx) || (is & ALWAYS) != 0;
 }
 
-/* A path in full, since --repeat may start from elsewhere; a pattern (--data 'shards/train_*.bin') too. */
+/* The absolute path, since --repeat may run in another directory; also of a pattern (--data 'shards/train_*.bin'). */
 static const char* path_in_full(const char* path, char (&full)[2 * PATH_MAX])
 {
     char folder[PATH_MAX];
@@ -30,7 +31,7 @@ static const char* path_in_full(const char* path, char (&full)[2 * PATH_MAX])
     return full;
 }
 
-/* As one argument. A preset is no path, whatever folders there are. */
+/* The flag as one argument. The name of a preset is not a path, even if a folder has that name. */
 static void record_argument(JsonText* t, const Flags* f, int idx, const char* model_name, bool is_preset)
 {
     const FlagRow* row = &flag_rows[idx];
@@ -63,8 +64,8 @@ static cJSON* record_read(const char* folder)
     return json_parse_file(path);
 }
 
-/* With --repeat: the flags of the run in that folder, and the -o that may stand beside it. What is returned the flags
- * point into; null without --repeat. */
+/* With --repeat: sets the flags of the run in that folder, and -o from the command line. Returns the JSON that the
+ * flags point into, null without --repeat. */
 static cJSON* repeat_flags(Flags* f)
 {
     if (!f->given[FLAG_repeat]) return nullptr;

@@ -1,4 +1,4 @@
-/* bench_floor.cpp: how fast could this machine at best train one step? A CPU run is judged against it.
+/* bench_floor.cpp: the least time in which this machine could train one step, for comparison with a CPU run.
  *   bench_floor                          prints the two speeds of the machine
  *   bench_floor FAMILY L C F V B T       and the floor of a step of a GPT-2 (tied head) or LLaMA (untied, as many heads
  *                                        of keys as of queries): layers, channels, MLP width, vocabulary, sequences,
@@ -7,14 +7,14 @@
  *   floor = (matrix + attention flops) / FMA peak  +  optimizer bytes / triad speed
  *     matrix     6 * B*T * (L * (4*C^2 + M*C*F) + V*C)   M: 2 matrices of an MLP, 3 of a gated one. A matrix weight is
  *                                used three times (forward, gradient of the input, of the weight), 2 flops a token each
- *     attention  7 * B*T * L * C * (T+1)      2 products forward and 5 backward, 2 flops, over the causal half of T x T
+ *     attention  7 * B*T * L * C * (T+1)      2 GEMMs forward and 5 backward, 2 flops, over the causal half of T x T
  *     optimizer  28 * parameters              AdamW reads weight, gradient, m, v and writes weight, m, v in fp32
  * It leaves out norms, activations, softmax, cross-entropy and all activations in memory, and lets nothing overlap.
  *
  * FMA peak: every thread runs chains of independent fused multiply-adds in registers; their best speeds are added up.
- * Triad: b = a*s + b over arrays far larger than the caches, two reads and a write, which is the optimizer's pattern
- * (all it writes it has read). On a shared or throttled machine both move by the minute: measure step and floor in
- * turn. The last line is for scripts: fma_gflops X triad_gbps X [floor_ms X].
+ * Triad: b = a*s + b over arrays far larger than the caches, two reads and a write, the access pattern of the
+ * optimizer. On a shared or throttled machine both rates change by the minute: measure step and floor in turn. The last
+ * line is for scripts: fma_gflops X triad_gbps X [floor_ms X].
  *
  * g++ -std=c++17 -O3 -march=native -ffp-contract=fast -fopenmp dev/bench_floor.cpp -o bench_floor */
 #include <cstdio>
@@ -34,7 +34,7 @@ static double now_s()
 
 enum { NUM_CHAINS = 12 };       // a multiply-add takes 4 cycles, two can start in each: 8 are needed, 12 fit registers
 
-/* noipa: else the compiler works out the chain that starts at a fixed point of x * factor + term. */
+/* noipa: else the compiler evaluates the chain, which starts at a fixed point of x * factor + term. */
 __attribute__((noipa)) static float fma_chains(long num_rounds, vf factor, vf term)
 {
     vf x[NUM_CHAINS];
@@ -50,7 +50,7 @@ __attribute__((noipa)) static float fma_chains(long num_rounds, vf factor, vf te
     return vf_sum(sum);
 }
 
-/* Each thread times bursts of its own, short enough to fall between other work, and counts its best one. */
+/* Each thread times short bursts, which other processes rarely interrupt, and counts its fastest one. */
 static double fma_peak_gflops(int num_threads)
 {
     const long num_rounds = 300000;
@@ -67,7 +67,7 @@ static double fma_peak_gflops(int num_threads)
         }
         gflops = 2.0 * VF * NUM_CHAINS * num_rounds / best_s * 1e-9;
     }
-    if (sink == 1.0f) printf("\n");             // the compiler is to believe that somebody looks
+    if (sink == 1.0f) printf("\n");             // uses the result, so that the compiler does not remove the loop
     return gflops;
 }
 
@@ -87,7 +87,7 @@ static double triad_gbps(int num_threads)
     const long n = 64 << 20;                    // 256 MiB each
     float *a = big_alloc(n * sizeof(float)), *b = big_alloc(n * sizeof(float));
     double best_s = 1e30;
-    for (int rep = 0; rep < 6; rep++) {         // the first one brings the pages in and is not counted
+    for (int rep = 0; rep < 6; rep++) {         // the first one faults the pages in and is not counted
         double start_s = now_s();
 #pragma omp parallel for num_threads(num_threads) schedule(static)
         for (long i = 0; i < n; i += VF)
@@ -123,7 +123,7 @@ int main(int argc, char** argv)
     const double num_params = L * block + vectors + (gated ? 2 * V : V + T) * C, optimizer_bytes = 28 * num_params;
     const double matrix_ms = matrix_flops / gflops * 1e-6, attention_ms = attention_flops / gflops * 1e-6;
     const double optimizer_ms = optimizer_bytes / gbps * 1e-6, floor_ms = matrix_ms + attention_ms + optimizer_ms;
-    printf("matrix products %8.1f GFLOP %9.1f ms\n", matrix_flops * 1e-9, matrix_ms);
+    printf("GEMMs           %8.1f GFLOP %9.1f ms\n", matrix_flops * 1e-9, matrix_ms);
     printf("attention       %8.1f GFLOP %9.1f ms\n", attention_flops * 1e-9, attention_ms);
     printf("optimizer       %8.1f GB    %9.1f ms   (%.1fM parameters)\n", optimizer_bytes * 1e-9, optimizer_ms,
            num_params * 1e-6);

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""bench_save.py: what checkpoints cost training: GPT-2 124M, B=4, T=64, fp32, one rank on all cores of this machine.
+"""bench_save.py: the cost of checkpoints to training: GPT-2 124M, B=4, T=64, fp32, one rank on all cores of this machine.
 
-One run saves at every 20th step. The 10 steps that a save falls into against the 10 after, which none does, in wall
-time and in CPU time of all threads: a machine that drifts matters little then, and one that others use matters less.
-And what the program counts itself: how long training waited, and the CPU time of the threads that save. What a save
-costs is set against 20 steps without one.
+One run saves at every 20th step. The 10 steps during a save are compared with the 10 steps after it, in wall time and in
+CPU time of all threads, so that drift of the machine matters little, and other load even less in CPU time. The program's
+own counts are printed too: how long training waited, and the CPU time of the saving threads. The cost of a save is given
+as a share of 20 steps without one.
     dev/bench_save.py [NUM_SAVES]      default 4: 100 steps, about 2 minutes on two quiet cores
 """
 import os
@@ -29,14 +29,13 @@ def cpu_seconds(pid):
 
 
 def step_times(folder, num_steps):
-    """(wall, CPU) seconds at the end of each step, and what was counted of each save; what is said of them is passed
-    on."""
+    """(wall, CPU) seconds at the end of each step, and the program's counts of each save, whose lines are printed too."""
     command = [util.binary("cpu"), "-m", "gpt2", "-d", folder / "data", "-b", 4, "-t", 64, "-n", num_steps,
                "--save-every", 2 * WINDOW, "--keep", 1, "-o", folder / "run", "--sample-tokens", 0]
     times, counted = {}, []
     with subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            if line.startswith("step "):     # printed when the next is done, but the last
+            if line.startswith("step "):     # a step is printed when the next is done, except the last
                 times[int(line[5:].partition("/")[0])] = time.monotonic(), cpu_seconds(process.pid)
             elif line.startswith("saved"):
                 print(f"step {max(times)}: {line.strip()}", flush=True)
@@ -60,7 +59,7 @@ def main():
         print(f"{name}: a save costs {cost:.2f} s ({', '.join(f'{c:.2f}' for c in costs)}), a step {step:.3f} s: "
               f"{100 * cost / (20 * step):.1f} % at one save in 20 steps")
         if unit == 0:
-            cost = sum(counted[:-1]) / num_saves     # the last is that of the run's end, which waits for the disk
+            cost = sum(counted[:-1]) / num_saves     # the last save is at the end of the run, which waits for the disk
             print(f"counted: training waits and threads work {cost:.2f} s for a save: {100 * cost / (20 * step):.1f} %")
 
 

@@ -3,9 +3,9 @@
 
   dev/bits.py BEFORE [AFTER] [--device cpu|emu] [-k WORDS]
 
-BEFORE and AFTER: a commit, which is copied to build/bits/COMMIT, or a folder; AFTER is this working tree if left out.
-Where there is a Makefile the program is built first, elsewhere build/DEVICE/train_gpt is taken as it is. Results are
-kept beside it, in bits.json, and used again until the program changes.
+BEFORE and AFTER: a commit, which is copied to build/bits/COMMIT, or a folder; AFTER defaults to this working tree.
+The program is built first if the folder has a Makefile, else its build/DEVICE/train_gpt is used. Results are stored
+beside the program in bits.json and reused until it changes.
 
 A run is compared step by step, by all FIELDS of its log, and by the files of its last checkpoint. Plans are compared
 number by number: their words may change. Exit code 1 if anything differs.
@@ -82,7 +82,7 @@ CONFIGS = {"gpt2": GPT2, "llama": LLAMA,     # LLAMA's head is wide beside a blo
            "qwen2": {**LLAMA, "model_type": "qwen2", "hidden_size": 32, "intermediate_size": 96,
                      "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}}
 
-# All for a GPU: what is estimated for a CPU depends on what was measured on it.
+# All for GPUs: estimates for a CPU depend on rates measured at the start.
 PLANS = """
 --gpu h100 --ranks 8 -m llama3-8b -z 3 -p bf16
 --gpu h100 --ranks 64 -m llama2-7b -z 2 -p bf16 -r cheap -b 1 -g 4 --reduce step --comm-dtype bf16
@@ -97,13 +97,13 @@ PLANS = """
 --gpu l4 --ranks 4 -m gpt2-medium -p fp16 --auto --batch 64 --optimizer lion
 --gpu h100 --ranks 16 -m d24 -z 1 -p bf16 --auto -b 8 --fp32-tensors ln_1,ln_2 --optimizer adagrad
 """
-# What is not compared: host memory of the executable itself and the total it is in; of one rank, that it sends nothing.
+# Not compared: host memory of the executable and the total that includes it; the ZeRO line if nothing is sent.
 NOT_IN_PLANS = re.compile(r"^ .*\n +total .*\n(?=time )|^ZeRO [^:]* 0\.00 MiB.*\n", re.M)
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\.?\w)")     # not those in names: bf16, gpt2-xl, 0.1.0
 
 
 def write_inputs(folder):
-    """Model folders, and text of 94 letters in which three of four follow from the one before."""
+    """Model folders, and text of 94 letters, three of four of which are determined by the letter before."""
     bytes_level = {"type": "ByteLevel", "add_prefix_space": False}
     tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": bytes_level, "decoder": bytes_level,
                  "model": {"type": "BPE", "vocab": {chr(33 + i): i for i in range(94)}, "merges": []}}
@@ -122,7 +122,7 @@ def write_inputs(folder):
 
 
 def execute(program, ranks, args, folder):
-    """What it prints; a refusal or a crash is a RuntimeError."""
+    """The program's output; a refusal or a crash is a RuntimeError."""
     mpirun = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)] if ranks > 1 else []
     env = dict(os.environ, OMP_NUM_THREADS="2" if ranks == 1 else "1", TMPDIR=str(folder), OMPI_ALLOW_RUN_AS_ROOT="1",
                OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", OMPI_MCA_mpi_yield_when_idle="1")
@@ -152,18 +152,18 @@ def run(program, setting, folder):
 
 
 def as_text(value):
-    """Of a number the digits that the log has, so that it is the same as number and as string."""
+    """A number as the digits in the log, so that number and string compare equal."""
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
 def plan(program, setting, folder):
-    """[number, its line] of all that is printed."""
+    """[number, its line] of the whole output."""
     printed = NOT_IN_PLANS.sub("", execute(program, 1, ["--plan", "-d", "none", *setting.split()], folder))
     return [[number, line] for line in printed.splitlines() for number in NUMBER.findall(line)]
 
 
 def results(program, settings):
-    """{setting: its values, or why there are none}."""
+    """{setting: its values, or the error}."""
     inputs = repr((DEFAULTS, FIELDS, SAVED, CONFIGS, NOT_IN_PLANS, NUMBER)).encode()
     key, path = hashlib.sha256(program.read_bytes() + inputs).hexdigest(), program.with_name("bits.json")
     found = json.loads(path.read_text()).get(key, {}) if path.exists() else {}

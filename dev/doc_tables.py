@@ -3,7 +3,7 @@
 
   dev/doc_tables.py [PROGRAM]     writes docs/optimizers.md; PROGRAM: build/cpu/train_gpt
 
-What it writes is between "<!-- --optimizer -->" or "<!-- --schedule -->" and the next empty line."""
+It replaces what is between "<!-- --optimizer -->" or "<!-- --schedule -->" and the next empty line."""
 import pathlib
 import re
 import subprocess
@@ -14,7 +14,7 @@ PAGE = ROOT / "docs" / "optimizers.md"
 
 
 def rows(help_text, flag):
-    """Those of one table of --help: a name, and what is between bars."""
+    """The rows of one table of --help: a name, and the cells between bars."""
     table = re.search(rf"^{flag}: .*\n((?:  .*\n)+)", help_text, re.M)[1]
     return [re.match(r"  (\S+): (.*)", line).groups() for line in table.splitlines()]
 

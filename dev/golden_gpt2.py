@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""golden_gpt2.py: train GPT-2 in plain PyTorch from dev/init.py's weights and keep what it says in test/golden/.
+"""golden_gpt2.py: trains GPT-2 in plain PyTorch from dev/init.py's weights and stores the results in test/golden/.
 
     pip install torch numpy
     python dev/golden_gpt2.py            # about two minutes on two cores, 4 GB of memory
@@ -8,7 +8,7 @@ gpt2_124m.json   losses, norms and learning rates of 10 steps of the 124M model 
 gpt2_tiny.json   an odd-sized model (vocabulary 97, MLP 112, erf GELU): the same for 20 steps, and the norm of every
                  tensor's gradient at the first step
 gpt2_16bit.json  the odd-sized model in fp64, and in bf16 and fp16 with fp32 master weights: losses of 10 steps
-Each file also holds everything needed to run it again: model, data formula, hyper-parameters.
+Each file also has everything needed to reproduce it: model, data formula, hyper-parameters.
 """
 import json
 import math
@@ -62,7 +62,7 @@ def learning_rate(step, hyper):
 
 
 def train(config, hyper, dtype=torch.float32):
-    """In 16 bits what is trained is the fp32 weights; the model sees them rounded, and its loss is taken in fp32."""
+    """In 16 bits the fp32 master weights are trained; the model computes with them rounded, the loss is in fp32."""
     master = torch.promote_types(dtype, torch.float32)
     w = {name: torch.from_numpy(a).to(master).requires_grad_()
          for name, a in init.gpt2_weights(config, hyper["seed"]).items()}

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""golden_llama.py: what transformers says about tiny models, kept in test/golden/.
+"""golden_llama.py: stores results of transformers for tiny models in test/golden/.
 
     pip install torch numpy transformers safetensors
     python dev/golden_llama.py           # seconds
 
-families.json              configs, seeds and sizes: what is needed to make the same weights and tokens again
+families.json              configs, seeds and sizes, from which the same weights and tokens can be made
 families_NAME.safetensors  of one batch: logits (B,T,V), losses (B,T), and grad.TENSOR of the mean loss
 families_text.json         greedy continuations of a few prompts, as token ids
 families_bf16.safetensors  weights rounded to bf16: NAME.truth, logits in fp64 as above, and NAME.plain, those of
                            transformers in bf16. far.*: one block of rotary attention at positions 3, 257 and 2047
-Weights are init.random_weights(), tokens init.tokens(). Computed in fp64 where transformers lets us (its RMSNorm and
-its rotary table are always fp32), rounded to fp32.
+Weights are init.random_weights(), tokens init.tokens(). Computed in fp64 as far as transformers supports it (its RMSNorm
+and its rotary table are always fp32), rounded to fp32.
 """
 import json
 import pathlib
@@ -86,7 +86,7 @@ def one_batch(model, config):
 
 @torch.no_grad()
 def logits_bf16(config, tokens, rows=slice(None)):
-    """(truth, plain) of tokens (B,T): the rule is that we are at most twice as far from the truth as plain code is."""
+    """(truth, plain) of tokens (B,T): train_gpt's error may be at most twice that of plain code."""
     truth, plain = build(config, rounded=True), build(config, rounded=True).bfloat16()
     return [model(tokens).logits[:, rows].float().contiguous().numpy() for model in (truth, plain)]
 

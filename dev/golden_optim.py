@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes test/golden/optim.json: what torch.optim leaves after the steps of test/test_optimizer.py, in fp32.
+"""Makes test/golden/optim.json: parameters after torch.optim's steps in test/test_optimizer.py, in fp32.
 Needs PyTorch; the tests do not."""
 import json
 import pathlib

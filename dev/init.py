@@ -97,7 +97,7 @@ def llama_shapes(config):
 
 
 def random_weights(shapes, seed, std):
-    """Weights that hide nothing from a test: large, norms and biases random too."""
+    """Weights for tests: large, so that every term matters; norms and biases are random too."""
     weights = {name: normal(name, shape, std, seed) for name, shape in shapes.items()}
     for name in weights:
         if name.endswith("weight") and len(weights[name].shape) == 1:
@@ -114,7 +114,7 @@ TINY = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size"
 
 
 def tokens(num_tokens, V, seed):
-    """A text that can be learnt: token i is 31 * (token i-1) + 7 mod 61 with chance 3/4, else any of the V."""
+    """A text that can be learned: token i is 31 * (token i-1) + 7 mod 61 with probability 3/4, else any of the V."""
     z = splitmix64(seed, num_tokens)
     ids = np.empty(num_tokens, np.int64)
     previous = 0

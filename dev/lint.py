@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""lint.py: the rules of the house that a machine can check. `make lint` runs it on every tracked file.
+"""lint.py: the project's rules that a machine can check. `make lint` runs it on every tracked file.
     dev/lint.py [--words | --order]
 
-Lengths     lines 120 columns (rows of a macro table may be wider), functions 80 lines, files 800 lines. A function
-            that is clearer long says so in the comment above it: "long: why".
+Lengths     lines 120 columns (rows of a macro table may be wider), functions 80 lines, files 800 lines. A longer
+            function has its reason in the comment above it: "long: why".
 Arrows      each folder includes only those below it (ARROWS), no files include each other in a circle, and no file
-            declares a function that another one defines: that would be an arrow too. --order prints the files of model/
-            and run/ so that each includes only earlier ones.
-Parts       a header that is not for itself says so in its first line, "part of NAME", and only NAME includes it. All
+            declares a function that another one defines: that would be a hidden arrow. --order prints the files of
+            model/ and run/ so that each includes only earlier ones.
+Parts       a header that cannot be compiled alone has "part of NAME" in its first line, and only NAME includes it. All
             others compile by themselves: `make headers`.
-Enums       a switch over one of ours has no default: the compiler names the case that is missing (-Werror=switch).
-Calls       what CUDA, MPI, NCCL and cuBLASLt return is checked; so is what malloc, fread and fwrite return.
+Enums       a switch over one of our enums has no default: the compiler names a missing case (-Werror=switch).
+Calls       results of CUDA, MPI, NCCL and cuBLASLt calls are checked, and those of malloc, fread and fwrite.
 Kernels     launches through LAUNCH, PTX only in prim.cuh, every __global__ static (one copy per precision).
 Scripts     parse, and pass shellcheck where it is installed.
-Words       --words counts those that dev/words.txt retires, by place.
+Words       none that dev/words.txt retires; --words counts them, by place.
 """
 import ast
 import pathlib
@@ -28,10 +28,10 @@ C_SUFFIXES = {".cu", ".cuh", ".h", ".cpp", ".c"}
 TEXT_SUFFIXES = C_SUFFIXES | {".py", ".sh", ".md", ".yml", ""}
 UNCHECKED = re.compile(r"^\s*(\(void\)\s*)?((cuda|cublasLt|nccl|MPI_)[A-Z]\w*|fread|fwrite|malloc|calloc|realloc)\s*\(")
 NO_RESULT = {"cudaGetLastError", "ncclGetErrorString", "MPI_Abort", "MPI_CHECK"}
-# Absolute paths of one machine, and notes to self: neither means anything to the next reader.
+# Absolute paths of one machine, and notes to self.
 FORBIDDEN = re.compile(r"(?<![\w.$}])/(?:home|work|root)/\w|\b(?:TODO|FIXME|XXX|HACK)\b")
 BELOW = ("data", "kernels", "kernels/cpu", "zero", "model", "run")
-# What a folder may include: folders, or single files. data/error.h is for all.
+# What a folder may include: folders, or single files. All may include data/error.h.
 ARROWS = {
     "data": ("data",),
     "kernels/cpu": ("kernels/cpu", "kernels/common.cuh"),
@@ -42,7 +42,7 @@ ARROWS = {
     "run": BELOW,
     ".": BELOW,
 }
-# What replaces CUDA in the emulated build comes in at these points.
+# Here the emulated build includes its replacement of CUDA.
 EMULATED = {("kernels/prim.cuh", "kernels/emu/emu.h"), ("kernels/cpu/runtime.cpp", "kernels/emu/runtime_emu.h"),
             ("kernels/cpu/nccl.cpp", "kernels/emu/emu_check.h"), ("kernels/cpu/nccl.cpp", "kernels/emu/host_mpi.h")}
 PART_OF = re.compile(r"/\* [\w.]+: part of (\w+\.\w+)")
@@ -51,10 +51,10 @@ DECLARED = re.compile(r"^static\b[^;{}=()#]*?\b(\w+)\s*\([^;{}=]*\)[^;{}=]*;", r
 # One interface with two implementations: memory of the CPU build and of the emulated build.
 DECLARED_AHEAD = {("kernels/cpu/runtime_shared.h", "default_budget_bytes"),
                   ("kernels/cpu/runtime_shared.h", "host_available_bytes")}
-# Enumerators of ours, E::NAME or NAME. NVIDIA's libraries may return values that their headers do not have.
+# Our enumerators, E::NAME or NAME. NVIDIA's libraries may return values that their headers do not have.
 ENUM_LABEL = re.compile(r"\bcase\s+(?:\w+::\w+|(?!CUBLAS|CUDA)[A-Z][A-Z0-9_]{2,})\s*:(?!:)")
 
-WORDS_ARE_ERRORS = False                             # True once --words counts none: `make lint` fails on one then
+WORDS_ARE_ERRORS = True
 
 problems = []
 
@@ -146,7 +146,7 @@ def includes_of(path, lines):
 
 
 def check_arrows(path, lines):
-    """Which files may be included from this one."""
+    """Complains about files that this one may not include."""
     name = str(path.relative_to(ROOT))
     allowed = ARROWS.get(folder_of(name))
     for i, included in includes_of(path, lines):
@@ -159,12 +159,12 @@ def check_arrows(path, lines):
 
 
 def order(graph):
-    """Files so that each includes only earlier ones; a circle is named by the lines that close it."""
+    """Files, ordered so that each includes only earlier ones. Complains about circles, naming the lines."""
     done, ordered = {}, []
 
     def visit(name, way):
         if name in done:
-            if not done[name]:                           # under way: it is on the way here
+            if not done[name]:                           # being visited: on the path to here
                 circle = way[[n for n, _ in way].index(name):]
                 complain(ROOT / circle[-1][0], circle[-1][1], "a circle: " + ", ".join(
                     f"{n}:{i}" for n, i in circle) + f" includes {name}")
@@ -181,8 +181,8 @@ def order(graph):
 
 
 def check_declarations(code_of):
-    """code_of: {file: its lines without comments}. A function is declared only in the file that defines it, of which
-    parts are parts."""
+    """code_of: {file: its lines without comments}. A function is declared only in the file that defines it, or in a part
+    of that file."""
     whole_of, defined = {}, {}
     for name, code in code_of.items():
         part = PART_OF.match((ROOT / name).read_text())
@@ -200,7 +200,7 @@ def check_declarations(code_of):
 
 
 def check_enums(path, code):
-    """Blocks by their depth of braces: has one of the same switch cases that are enumerators, and a default?"""
+    """Complains about a block of braces that has enumerators as cases, and a default."""
     stack = []
     for i, line in enumerate(code, 1):
         if stack and ENUM_LABEL.search(line):
@@ -242,7 +242,7 @@ def strings_and_comments(lines):
 
 
 def text_by_place(files):
-    """{place: text} of what a reader reads: pages, --help, messages, comments."""
+    """{place: text}: pages, --help, messages, comments."""
     places = {}
 
     def put(place, text):
@@ -264,7 +264,7 @@ def text_by_place(files):
 
 
 def count_words(files):
-    """Prints a row for each retired word that is still there: how often in each place. Returns their number."""
+    """Prints a row for each retired word that occurs: how often in each place. Returns the sum."""
     places = text_by_place(files)
     total = 0
     print(f"{'word':36}" + "".join(f"{place:>14}" for place in places))

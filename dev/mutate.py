@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""mutate.py: does a test notice when synchronisation is missing? Each barrier, warp synchronisation, cp.async wait,
+"""mutate.py: does a test fail when synchronization is missing? Each barrier, warp synchronization, cp.async wait,
 stream wait, event record, host wait and collective of the program is removed or misplaced in turn; a test must fail.
 
-  dev/mutate.py                    all; prints each mutation with what noticed it, then the survivors
-  dev/mutate.py --list             the mutations, and nothing is built
-  dev/mutate.py --only attention   those whose file:line or text this regular expression finds
-  dev/mutate.py --log FILE         where it goes too (build/mutations.log): what noticed a mutation in the one that was
-                                   there goes first
+  dev/mutate.py                    all; prints each mutation with the test that found it, then the survivors
+  dev/mutate.py --list             lists the mutations, builds nothing
+  dev/mutate.py --only attention   those whose file:line or text matches this regular expression
+  dev/mutate.py --log FILE         also writes to FILE (build/mutations.log); of an older FILE the tests that found a
+                                   mutation run first
 
-All mutations are compiled at once, into a copy of the tree in build/mutate: each is asked for by `if (mutant(17))`,
-and the environment says which one is on. First every test runs with none, which tells how long it takes and which
-mutations it comes by; then each mutation meets the tests that come by it, the shortest first, until one fails. Tests
-are the rows of the op tests' tables, and what train_gpt does with a tiny model in the layouts of TESTS, which must give
-the losses, state hashes and files of the program as it is; in the checked emulator first, then in the plain one under
-several seeds. A test that takes too long proves nothing: that alone is UNSURE, and counts as a failure.
+All mutations are compiled at once, into a copy of the tree in build/mutate: each is guarded by `if (mutant(17))`, and
+an environment variable selects one. First every test runs without a mutation, which gives its time and the mutations
+that it executes; then each mutation runs the tests that execute it, the shortest first, until one fails. Tests are the
+rows of the op tests, and runs of train_gpt with a tiny model in the layouts of TESTS, which must give the losses, state
+hashes and files of the unchanged program; first in the emulator with memory checker, then in the plain one with several
+seeds. A test that takes too long proves nothing: such a mutation is UNSURE, which counts as a failure.
 Not mutated: SPARED, with the reason."""
 import argparse
 import concurrent.futures
@@ -53,7 +53,7 @@ STATEMENTS = [
     (r"(?<!static void )comm_(?:all_reduce|reduce_scatter|all_gather|broadcast\w*|send|receive|barrier\w*)"
      r"\([^;{]*\);", "collective"),
 ]
-# What can be misplaced and not only left out.
+# Statements that can also be misplaced.
 SWAPS = [
     (r"__syncthreads_(?:or|and|count)\((\w+)\)", r"(\1)", "barrier: no vote, no wait"),
     (r"cp_async_wait<(\w+)>\(\)", r"cp_async_wait<\1 + 1>()", "cp.async wait: for one group fewer"),
@@ -68,7 +68,7 @@ LATE = (r"(__sync(?:threads|warp)\(\);)(\s+)(?=\S)(?!#|(?:for|if|else|while|retu
         r"\w+ \w+\[[^\]]*\];)([^;{}#]*[\[(][^;{}]*;)")
 PAGEABLE = "after a copy to pageable memory, which is complete when the call returns"
 TOGETHER = "ranks begin to be timed together, with nothing under way: without it only times are others"
-# "file: what is mutated", or with the kind "file: what is mutated: kind" -> why nothing can show it.
+# "file: statement" or "file: statement: kind" -> why no test can find the mutation.
 SPARED = {
     "zero/memory.h: CUDA_CHECK(cudaEventRecord(z->grad_buffer_free[k], z->reduce));: event record: wrong stream":
         "at start-up: no stream has been given anything yet, so on any of them the event is complete at once",
@@ -159,7 +159,7 @@ def mutate(path, found):
             off.append(late)
             edits.append((site["late"].end(), site["late"].end(), f" if ({late}) {one_line}"))
         edits.append((start, site["end"], f"{{ {swaps}if (!({' || '.join(off)})) {statement} }}"))
-    # An insertion stands behind what ends there.
+    # Insertions go after what ends at the same position.
     for start, end, replacement in sorted(edits, key=lambda e: (e[0], e[1] == e[0]), reverse=True):
         text = text[:start] + replacement + text[end:]
     return text
@@ -283,14 +283,14 @@ def run(command, folder, limit_s, **env):
 
 
 def parsed(text):
-    """A JSON object, empty where a mutation has made it none."""
+    """A JSON object; empty if a mutation has made it invalid."""
     try:
         return json.loads(text)
     except ValueError:
         return {}
 
 
-HANGS = "it hangs"              # which a machine that has much to do may look like: no proof
+HANGS = "it hangs"              # a busy machine may look the same: no proof
 
 
 def complaint(code, output):
@@ -331,7 +331,7 @@ class OpRows:
 def shard_write(path, num_toks, V, seed):
     """llm.c's format; only the standard library, since this runs wherever the emulator builds."""
     generator, toks = random.Random(seed), [0]
-    for _ in range(num_toks - 1):            # a token mostly follows from the last: something can be learned
+    for _ in range(num_toks - 1):            # a token is mostly determined by the last one, so the model can learn
         toks.append((5 * toks[-1] + 1) % V if generator.random() < 0.7 else generator.randrange(V))
     path.parent.mkdir(parents=True, exist_ok=True)
     header = struct.pack("<5i251i", 20240520, 1, num_toks, 0, V, *[0] * 251)
@@ -339,7 +339,7 @@ def shard_write(path, num_toks, V, seed):
 
 
 def prepare_data():
-    """A model of four blocks, and a byte tokenizer with 97 tokens, so that text can be asked of it."""
+    """A model of four blocks, and a byte tokenizer with 97 tokens, so that it can generate text."""
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 97, "n_positions": 16,
               "n_embd": 16, "n_layer": 4, "n_head": 2, "activation_function": "gelu_new",
               "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
@@ -375,9 +375,9 @@ SHORT = ["--timeout", 1.5]
 
 
 class Programs:
-    """train_gpt with one list of flags after another, in an empty folder. refused: what the last must end with; other:
-    more flags of the ranks but the first, before: what their shell does first; timed: it shows that a rank that waits
-    for work is not ended by --timeout."""
+    """train_gpt with one list of flags after another, in an empty folder. refused: the message of the last; other: more
+    flags of all ranks but the first; before: commands of their shell; timed: tests that --timeout does not end a rank
+    that waits for work."""
 
     def __init__(self, name, precision, ranks, *runs, refused=None, other=(), before=None, timed=False, **env):
         self.name, self.precision, self.ranks, self.runs = f"{name}, {precision}", precision, ranks, runs
@@ -386,7 +386,7 @@ class Programs:
         self.took_s, self.seen, self.wanted = None, set(), None
 
     def attempt(self, checked, seed, folder, limit_s, **env):
-        """Exit code, output, and what must be the same."""
+        """Exit code, output, and results that must be equal."""
         program = TREE / f"build/{'check' if checked else 'emu'}/train_gpt"
         for made in "run", "cache":
             shutil.rmtree(folder / made, ignore_errors=True)
@@ -405,14 +405,14 @@ class Programs:
             results += [re.sub(r'(,"first_token_ms| \| [\d.]+ ms waited).*', "", line) for line in output.splitlines()
                         if re.match(r'val |\{"index|choices |sent ', line)]
         for path in sorted((folder / "run").rglob("*")):
-            if path.name == "run.json":      # which holds the time
+            if path.name == "run.json":      # it has the time
                 results.append(parsed(path.read_text(errors="replace")).get("ranks"))
-            elif path.suffix in (".safetensors", ".json") and path.name != "trace.json":     # which is of times
+            elif path.suffix in (".safetensors", ".json") and path.name != "trace.json":     # it has times
                 results.append([str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()])
             if path.suffix == ".jsonl":
                 for entry in map(parsed, path.read_text(errors="replace").splitlines()):
                     results.append([entry.get(k) for k in ("step", "loss", "norm", "lr", "val_loss", "state_hash")])
-        if (folder / "run/export").exists():     # config.json says that the rest is there
+        if (folder / "run/export").exists():     # written last
             written = [(folder / "run/export" / n).stat().st_mtime_ns for n in ("model.safetensors", "config.json")]
             results.append(written == sorted(written))
         return 0, output, results
@@ -442,7 +442,7 @@ class Programs:
         return "other numbers" if results != self.wanted else None
 
 
-# Between them they come by every line.
+# Together they execute every line.
 TESTS = [
     *(OpRows(precision) for precision in PRECISIONS), OpRows("fp32", EMU_NO_EPILOGUE=1),
     Programs("one rank", "fp32", 1, [*TRAIN, "-z", 0, "-b", 2, "-g", 2, "-n", 3, *QUIET, "-r", "block", "--offload",
@@ -494,7 +494,7 @@ TESTS = [
 
 
 def remembered(log):
-    """Of a log of before: what is mutated -> the test, build and seed that noticed it, which are tried first."""
+    """From an older log: mutation -> the test, build and seed that found it, which run first."""
     lines = log.read_text().splitlines() if log.exists() else []
     found = {}
     for line, why in zip(lines, lines[1:]):
@@ -504,7 +504,7 @@ def remembered(log):
 
 
 def try_mutation(mutation, folder, before):
-    """What became of it, and why. before: of what `remembered` gives."""
+    """The result of a mutation, and the reason. before: an entry of `remembered`."""
     tests = sorted((test.seconds(mutation.number), i) for i, test in enumerate(TESTS)
                    if test.seconds(mutation.number) is not None)
     attempts = [(f"{TESTS[i].name}, {'checked' if checked else 'plain'}, seed {seed}: ", TESTS[i], checked, seed)

@@ -6,7 +6,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 precisions=("$@")
 [ $# = 0 ] && precisions=(fp32 bf16 fp16)
-num_cores=$(nproc)                   # OMP_NUM_THREADS would change what it says
+num_cores=$(nproc)                   # OMP_NUM_THREADS would change its output
 export OP_LARGE=1 OMP_NUM_THREADS=1 logs=build/logs
 mkdir -p $logs
 make -s DEVICE=emu "${precisions[@]/#/build/emu/test_ops.}" || exit

@@ -18,7 +18,7 @@ def demangled(names):
 
 
 def read(lines):
-    """{(kernel, precision): {arch: (registers, shared bytes, spilled bytes)}} and the lines that say something else."""
+    """{(kernel, precision): {arch: (registers, shared bytes, spilled bytes)}} and all other lines."""
     kernels, other = {}, []
     precision, name, arch, spilled = "?", "?", "?", 0
     for line in lines:
@@ -44,7 +44,7 @@ def write_table(path, kernels):
     names = demangled(sorted({name for name, _ in kernels}))
     lines = ["# Registers, shared memory and spills of every kernel", "",
              f"Made by `make kernel-table` with nvcc {version}. A cell is registers a thread / static shared bytes a",
-             "block / bytes spilled. Shared memory that a launch asks for is left out; template arguments in brackets.",
+             "block / bytes spilled. Dynamic shared memory is left out; template arguments in brackets.",
              "",
              "| kernel | precision | " + " | ".join(archs) + " |", "|---|---|" + "---|" * len(archs)]
     for name, precision in sorted(kernels, key=lambda k: (names[k[0]], k[1])):

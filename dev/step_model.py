@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Estimated tokens per second: what `--plan --auto` of a build with bf16 makes of models, GPUs and numbers of them. A
-projection, from rates of single operations (model/step_time.cuh, docs/benchmarks.md); no run has been made.
+"""Estimated tokens per second by `--plan --auto` of a build with bf16, for models and numbers of GPUs. A projection from
+rates of single operations (model/step_time.cuh, docs/benchmarks.md), not measured.
 
   dev/step_model.py [PROGRAM]          default build/cpu/train_gpt; prints the table of docs/benchmarks.md
 """
@@ -11,8 +11,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CARDS, RANKS = ["H100", "H200", "B200"], [1, 8, 64]
-# Model, tokens of a sequence, sequences of a step, micro-batches to try. The storage is that which loses nothing; one
-# GPU of llama3-8b needs moments in bf16 too.
+# Model, tokens per sequence, sequences per step, micro-batches to try. Storage is exact; llama3-8b on one GPU needs
+# moments in bf16.
 MODELS = [("gpt2", 1024, 512, (8, 64)), ("gpt2-xl", 1024, 1024, (8, 16, 32)), ("llama3-8b", 8192, 128, (1, 2))]
 
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""torch_bench.py: steps of train_gpt and of PyTorch, eager and compiled, in turn on the same cores. To be run by a
+"""torch_bench.py: times steps of train_gpt and of PyTorch, eager and compiled, in turn on the same cores. Run it with a
 Python that has torch:  PYTHON dev/torch_bench.py [--rounds 3] [--steps 4] [--shapes gpt2:4:64 ...] [--preload LIBRARY]
 
 fp32, two threads (--threads); scaled_dot_product_attention, fused AdamW, gradients clipped, as train_gpt does. PyTorch
-gets an allocator that keeps its memory: --preload libtcmalloc_minimal.so.4 or libjemalloc.so.2, else glibc's with the
-tunables below; without, each step pays for its pages again. A contender is a process that stays, so torch.compile is
-paid for once, before the clock runs. The ratio is tokens/s of train_gpt over those of the faster of the two."""
+gets an allocator that does not return memory: --preload libtcmalloc_minimal.so.4 or libjemalloc.so.2, else glibc's with
+the tunables below; otherwise each step has page faults again. Each contender is one process for all rounds, so
+torch.compile is not timed. The ratio is tokens/s of train_gpt over those of the faster of eager and compiled."""
 import argparse
 import os
 import pathlib
@@ -24,7 +24,7 @@ KEEP_MEMORY = ("glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_thresho
 
 # ---- PyTorch ----------------------------------------------------------------------------------------------------
 def llama(layers, channels, heads, width, vocabulary, context):
-    """LLaMA as Hugging Face has it, with the attention and norms that PyTorch has fused."""
+    """LLaMA as in Hugging Face transformers, with PyTorch's fused attention and norms."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -68,7 +68,7 @@ def llama(layers, channels, heads, width, vocabulary, context):
 
 
 def worker(kind, name, batch, length, threads):
-    """Steps as many times as each line of the input says, and answers with their seconds."""
+    """For each line of input, a number of steps: runs them and prints their seconds."""
     import torch
     from torch import nn
     from torch_gpt2 import GPT2
@@ -123,7 +123,7 @@ class Torch:
 
 # ---- train_gpt --------------------------------------------------------------------------------------------------
 def ours(data, name, batch, length, num_steps, options):
-    """One more step than asked for: the first is not counted."""
+    """Runs one more step than `steps`: the first is not counted."""
     out = subprocess.run([options.program, "-m", name, "-d", data / name, "-b", str(batch), "-t", str(length),
                           "-n", str(num_steps + 1), "--sample-tokens", "0"], check=True, capture_output=True, text=True,
                          env=dict(os.environ, OMP_NUM_THREADS=str(options.threads))).stdout

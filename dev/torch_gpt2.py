@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""torch_gpt2.py: the same GPT-2 in PyTorch, torch.compile and all, timed: what train_gpt is compared with on a GPU.
+"""torch_gpt2.py: times the same GPT-2 in PyTorch with torch.compile, for a comparison with train_gpt on a GPU.
 bf16 autocast, flash attention by scaled_dot_product_attention, fused AdamW, gradients clipped. Prints one line."""
 import argparse
 import time

@@ -5,10 +5,10 @@
  * writes  u =; x, gram and parts are scratch
  * needs   matmul_init() once; any sizes
  * exact   fixed order of sums: same bits on every run and for any number of CPU threads; the norm is taken in double
- * cost    with m the shorter side and n the longer, 10*m*m*(2*n + m) flops, judged as products are; beside them u is
+ * cost    with m the shorter side and n the longer, 10*m*m*(2*n + m) flops, judged as GEMMs are; beside them u is
  *         read for its norm, 4*m*n bytes, copied to x and back, (4+s)*m*n each, and 5 times 3*m*m*s for the polynomial
  * source  Jordan 2024, kellerjordan.github.io/posts/muon, and its coefficients; Bernstein & Newhouse 2024,
- *         arXiv:2409.20325. Products are those of floatX with sums in fp32: in bf16 as published */
+ *         arXiv:2409.20325. GEMMs are those of floatX with sums in fp32: in bf16 as published */
 #pragma once
 #include "matmul.cuh"
 #include "vec.cuh"
@@ -163,7 +163,7 @@ static void muon_orthogonalise(float* u, floatX* const (&x)[2], floatX* const (&
 #ifdef OP_TESTS
 #include "optest.h"
 
-/* What plain code in floatX keeps between two products; the truth rounds nothing. */
+/* What plain code in floatX keeps between two GEMMs; the truth rounds nothing. */
 static inline double muon_keep(double x) { return x; }
 static inline float muon_keep(float x) { return op_round(x, (const floatX*)nullptr); }
 

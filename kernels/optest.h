@@ -173,7 +173,7 @@ template <class T> static OpTensor<T> op_inout(OpRun* run, const char* name, siz
     return op_random_tensor<T>(run, name, OpKind::INOUT, n, mean, deviation);
 }
 
-/* Multiples of 1/8 in [-1, 1]: sums and products of a few thousand of them are exact in fp32, in any order. */
+/* Multiples of 1/8 in [-1, 1]: dot products of a few thousand of them are exact in fp32, in any order. */
 template <class T> static OpTensor<T> op_grid(OpRun* run, const char* name, OpKind kind, size_t n)
 {
     int idx = op_buffer_add(run, name, kind, n * sizeof(T));

@@ -74,9 +74,9 @@ struct StepConfig {
     double min_loss_scale;
     int loss_scale_window, hysteresis;
     bool consecutive_hysteresis;
-    double spike_deviations;                         // 0: none stands out
+    double spike_deviations;                         // 0: no spikes
     double spike_window;
-    bool spike_skips;                                // a step that stands out changes nothing
+    bool spike_skips;                                // a step with a spike changes nothing
 };
 
 HOSTDEV double rise_from_0(const StepConfig& c, double s, double W) { return c.peak_lr * (s + 1.0) / W; }
@@ -180,7 +180,7 @@ HOSTDEV void loss_scale_update(StepState* state, const StepConfig& config, bool 
     }
 }
 
-/* How many deviations x is above the mean, and x into the series, where one that stands out counts as one at the limit:
+/* How many deviations x is above the mean; adds x to the series, where a spike counts as a value at the limit:
  * a level that stays is the mean after a while. Less than a hundredth of the mean is not taken for a deviation. */
 HOSTDEV double series_add(Series* s, double x, unsigned long long num_seen, double window, double limit)
 {
@@ -266,7 +266,7 @@ static void step_state_update(StepState* state, const double* sums, StepConfig c
 static const StepConfig STEP_TEST_CONFIG = {Schedule::CONSTANT, 1e-3, 0.0, 0, 100, 0.2, 0.9, 0.95, 1.0, 1.0,
                                             false, 1.0, 1000, 2, false, 0.0, 100.0, false};
 
-/* Losses 2 and 4 in turn have mean 3 and deviation 1: 8.5 is 5.5 above, 9.1 stands out and counts as 9 in the mean. */
+/* Losses 2 and 4 in turn have mean 3 and deviation 1: 8.5 is 5.5 above, 9.1 is a spike and counts as 9 in the mean. */
 static void spike_test(OpRun* run)
 {
     StepConfig config = STEP_TEST_CONFIG;

@@ -109,7 +109,7 @@ static bool config_has(const Config* c, Row row)
 }
 
 /* Units: the embeddings, the blocks, the head. With pieces: those of wte, the blocks, the final norm, those of the
- * head. Before all of them what is kept in fp32, if there is any. */
+ * head. Before all of them the unit of tensors stored in fp32, if there are any. */
 static int unit_embed(const Config* c, int piece = 0) { return c->num_fp32_units + piece; }
 static int unit_block(const Config* c, int layer) { return c->num_fp32_units + c->num_pieces + layer; }
 static int unit_head(const Config* c) { return unit_block(c, c->L); }
@@ -298,7 +298,7 @@ typedef struct Model {
     size_t first_sequence;    // of this rank's micro-batch, in the stream of data
     bool drops;               // this is training
     int head_rows;            // rows of logits that exist at a time
-    float* rope;              // (T,HS)    cosines and sines of every position; LLaMA
+    float* rope;              // (T,HS)    LLaMA: cosines and sines of every position
     // activations, one of each per layer that keeps it (kept_layers); means are GPT-2's alone
     floatX *residual;         // (L,N,C)   block input, after the sum
     floatX *norm_1;           // (L,N,C)
@@ -453,15 +453,15 @@ static double model_flops_per_token(const Config* c, int T)
 /* Where tensor t is in its unit. */
 static size_t tensor_offset(const Model* m, const Tensor* t) { return t->first - m->shard.units[t->unit].range.first; }
 
-/* Tensor `row` of a unit for which zero_params_begin has been called; null if the model has none. Of what is kept in
- * fp32, the rounded copy that GEMMs read. */
+/* Tensor `row` of a unit for which zero_params_begin has been called; null if the model has none. If stored in fp32, the
+ * rounded copy that GEMMs read. */
 static floatX* model_param(const Model* m, int unit, int row)
 {
     const Tensor* t = unit_tensor(&m->shard, unit, row);
     return t == nullptr ? nullptr : m->zero->unit_params[t->unit] + tensor_offset(m, t);
 }
 
-/* The same where it is kept in fp32; else null. */
+/* The fp32 tensor itself if it is stored in fp32, else null. */
 static const float* model_param_fp32(const Model* m, int unit, int row)
 {
     const Tensor* t = unit_tensor(&m->shard, unit, row);

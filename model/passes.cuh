@@ -1,21 +1,21 @@
 /* passes.cuh: forward and backward of the whole model: the units one after another, their parameters when they are
  * needed, their gradients when they are complete. The blocks themselves are in model.cuh.
- *   model_visits       the order in which a micro-step uses the units' parameters; model_persistent: which stay whole
+ *   model_visits       the order in which a micro-step uses the units' parameters; model_persistent: persistent units
  *   model_forward      tokens -> the input of the head     head_forward, head_loss   the head, in chunks of rows
  *   model_train_micro  tokens, targets -> gradients, sums  model_eval_micro          tokens, targets -> sums
  *
  * Stages 2 and 3 with a large untied vocabulary (chunks_vocab): wte and head are pieces of about a block's size that
- * pass through the ring as blocks do. The lookup takes from each piece the rows that are in it. The head goes through
- * its pieces twice, each time over all rows: up, for the maximum and the sum of the softmax, and down again from the
- * piece that is still there, with the same logits recomputed, for the gradients. So nothing is gathered more often than
- * a block is, V C weights and 3 V C of their gradients' fp32 are on no rank, and the price is a fourth GEMM of the
- * head. At stage 2 the weights are whole, and the gradients alone go through the ring, at the same price. The other
- * ways: gather all pieces for each chunk of rows (N / head_rows times the bytes), or keep the logits of all rows (2 N V
- * bytes: for llama3-8b at 8192 tokens twice the head itself). */
+ * use the double buffer as blocks do. The lookup takes from each piece the rows that are in it. The head goes through
+ * its pieces twice, each time over all rows: up, for the maximum and the sum of the softmax, then down, from the piece
+ * that is still cached, for the gradients, with the logits recomputed. So no piece is gathered more often than a block,
+ * no rank stores the weights or gradients of wte and head whole, and the cost is a fourth GEMM of the head. At
+ * stage 2 the weights are whole, and only the gradients use the double buffer, at the same cost. Alternatives: gather
+ * all pieces for each chunk of rows (N / head_rows times the bytes), or keep the logits of all rows (2 N V bytes: for
+ * llama3-8b at 8192 tokens twice the head itself). */
 #pragma once
 #include "model.cuh"
 
-/* The top block of each segment is where the backward recomputes the segment. At the very top it is still there. */
+/* The top block of each segment is where the backward recomputes the segment. The top segment is not: its activations are still stored. */
 static bool recomputes_segment(const Model* m, int layer)
 {
     if (m->recompute != Recompute::BLOCKS || layer == m->config.L - 1) return false;
@@ -39,8 +39,8 @@ static void model_visits(Model* m)
     m->num_visits = n;
 }
 
-/* Units whose gradients stay whole, and at stage 3 their parameters: what is kept in fp32, embeddings and head, unless
- * the vocabulary is chunked. */
+/* Persistent units, with whole gradients and at stage 3 whole parameters: tensors stored in fp32, and embeddings and
+ * head unless the vocabulary is chunked. */
 static void model_persistent(const Model* m, bool* persistent)
 {
     const Config* c = &m->config;

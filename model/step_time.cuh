@@ -6,12 +6,12 @@
  *       attention   flops / (attention_tflops * T / (T + T0)), T0 300 forward and 600 backward; heads of 128 are faster
  *       others      bytes / (0.87 * bandwidth) + 3 us
  * CPU   flops as a share of the peak, bytes as one of the triad's bandwidth, both measured at the start: cpu_rates
- * wire  bytes / link + 50 us a collective. Among more than 8 ranks the link is what 8 adapters of a host carry. With
- *       overlap what the backward (gradients) and the forward (parameters) are long enough for costs nothing, but the
- *       embeddings' gradient comes last and is waited for.
- * host  with --offload: what the update reads or writes of host memory / bus, where that is longer than the update.
- *       Slices of parameters on their way to be gathered, and of reduced gradients, count as communication.
- *       In the CPU build host memory is the device's
+ * network  bytes / link + 50 us per collective. Among more than 8 ranks the link is that of a host's 8 adapters. With
+ *       overlap, communication hidden behind the backward (gradients) and the forward (parameters) costs nothing; the
+ *       embeddings' gradient comes last and is exposed.
+ * host  with --offload: bytes of the update in host memory / PCIe bandwidth, if that is longer than the update. Copies
+ *       of parameter slices before a gather, and of reduced gradients, count as communication. In the CPU build host
+ *       memory is the device's
  * What the rates are taken from is in docs/benchmarks.md. */
 #pragma once
 #include "cost.cuh"
@@ -25,7 +25,7 @@ typedef struct StepTime { double forward_s, backward_s, update_s, wire_s, expose
 
 /* Of the CPU's operations by how their names begin: what is reached of the peak (with flops) or of the bandwidth,
  * of GEMMs with 256 rows and with 1024, of attention with sequences of 64 and 1024; between them on a logarithmic
- * scale. Medians of three runs of `test_ops --bench`, in dev/LOG.md: "The step on paper, on a quiet machine". */
+ * scale. Medians of three runs of `test_ops --bench`, in dev/LOG.md: "the estimated step, on a quiet machine". */
 static const struct { const char* begins; double few, many; } cpu_rates[] = {
     {"matmul_", 0.84, 0.85},
     {"attention_", 0.25, 0.66},
@@ -111,7 +111,7 @@ static void wire_time(StepTime* t, const Device* d, const Model* m, double rate)
     double parameters_s = wire_seconds(rate, (double)bytes.parameters, param_calls) +
                           2 * G * host.parameters / host_rate(d);
     double others_s = wire_seconds(rate, (double)(bytes.sums + bytes.optimizer), bytes.optimizer > 0 ? 2 : 1);
-    double last_elems = 0;                           // the embeddings, and before them what is kept in fp32
+    double last_elems = 0;                           // the embeddings, and before them the unit stored in fp32
     for (int u = 0; u <= unit_embed(&m->config); u++) last_elems += (double)z->shard->units[u].range.count;
     double last = (double)bytes.gradients * last_elems / z->shard->num_elems;
     double last_s = fmin(gradients_s, wire_seconds(rate, last / (zero_slices_grads(z) ? G : 1), 1));
@@ -145,7 +145,7 @@ static StepTime step_time(const Device* d, const Model* m, const Costs* costs)
 /* One line for each operation, by parts. */
 static void costs_print(const Device* d, const Model* m, const Costs* costs, FILE* f)
 {
-    fprintf(f, "operations of a step and rank%s\n", d->memory_gbps > 0 ? ", estimated times" : "");
+    fprintf(f, "operations per step and rank%s\n", d->memory_gbps > 0 ? ", estimated times" : "");
     for (Part part : {Part::FORWARD, Part::BACKWARD, Part::RECOMPUTE, Part::OPTIMIZER}) {
         for (int i = 0; i < costs->num_costs; i++) {
             const Cost* c = &costs->costs[i];

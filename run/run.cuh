@@ -278,7 +278,7 @@ static double first_loss_scale(const Flags* f)
     return !is_fp16() ? 1 : f->loss_scale > 0 ? f->loss_scale : exp2((double)f->initial_scale_power);
 }
 
-/* Resident memory of this process now, in bytes. */
+/* Resident memory (RSS) of this process, in bytes. */
 static size_t resident_bytes(void)
 {
     size_t total_pages = 0, resident_pages = 0;

@@ -3,9 +3,9 @@
 # machine, the date and the version.
 #   scripts/bench.sh [-m "gpt2:4:64 d6:4:256"] [-p "fp32 bf16"] [-r "none block"] [-n STEPS] [-j RANKS] [-o FOLDER]
 #                    [-- FLAGS]
-# A model is PRESET:SEQUENCES:TOKENS, or a folder in its place. Without arguments: small models on a CPU, on a GPU those
-# that people compare. What does not fit or fails is a row that says so. The program is ./train_gpt or TRAIN_GPT; --
-# passes flags to it (-- -z 2 -g 4).
+# A model is PRESET:SEQUENCES:TOKENS or FOLDER:SEQUENCES:TOKENS. Default: small models on a CPU, larger common ones on a
+# GPU. A setting that does not fit or fails is a row with the reason. The program is ./train_gpt or TRAIN_GPT; -- passes
+# flags to it (-- -z 2 -g 4).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 

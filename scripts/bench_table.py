@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""bench_table.py: the table and the chart of what scripts/bench.sh has measured.
+"""bench_table.py: the table and the chart of the results of scripts/bench.sh.
 
     scripts/bench_table.py FOLDER      reads FOLDER/*.json and *.txt, writes FOLDER/bench.md and bench.png
 """
@@ -19,7 +19,7 @@ PHASES = ["data", "forward", "head", "backward", "recompute", "communication", "
 
 
 def machine():
-    """The processor's name where Linux says it."""
+    """The processor's name, from Linux."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
@@ -41,7 +41,7 @@ def cells(name, j):
 
 
 def table(rows):
-    """rows: (name of the measurement, its JSON or null, what it said)."""
+    """rows: (name of the measurement, its JSON or null, its output)."""
     head = ["model", "precision", "-r", "step, ms", "quartiles", "tok/s", "MFU, %", "of GEMM, %", "device, MiB",
             "page faults"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -52,7 +52,7 @@ def table(rows):
 
 
 def draw(measured):
-    """Tokens a second and where the time of a step goes, a bar each."""
+    """Tokens per second and the phases of a step, a bar each."""
     names = [f"{pathlib.Path(j['model']).name} {j['micro_batch']}x{j['seq_len']} {j['precision']} {j['recompute']}"
              for j in measured]
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 1.5 + 0.35 * len(names)), sharey=True)

@@ -35,7 +35,7 @@ def label(x):
 
 
 def thin(points):
-    """About MAX_POINTS: both ends, and the lowest and highest of each piece, so that no spike is lost."""
+    """About MAX_POINTS points: both ends, and the minimum and maximum of each piece, so that spikes remain."""
     if len(points) <= MAX_POINTS:
         return points
     kept, pieces = [], MAX_POINTS // 2
@@ -59,7 +59,7 @@ class Chart:
             self.series.append((name, thin(points), color, style))
 
     def scale(self):
-        """The faint lines stretch the axis but for their outer 2 %: extremes may leave the picture."""
+        """Of the faint lines the outer 2 % do not stretch the axis: extremes may be cut off."""
         xs = [x for s in self.series for x, _ in s[1]]
         ys = []
         for _, points, _, style in self.series:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs every fuzz target of build/fuzz at the same time; the last line is the sum: "N passed, N failed, 0 skipped".
 #   scripts/fuzz.sh SECONDS [TARGET ...]
-# Each starts from test/corpus/TARGET and from what earlier runs have found (build/fuzz/found/TARGET). An
-# input that breaks a parser is left as build/fuzz/TARGET-*: `build/fuzz/TARGET FILE` shows it again.
+# Each starts from test/corpus/TARGET and inputs found by earlier runs (build/fuzz/found/TARGET). An input that breaks a
+# parser is saved as build/fuzz/TARGET-*: `build/fuzz/TARGET FILE` reproduces it.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 seconds=${1:?"usage: scripts/fuzz.sh SECONDS [TARGET ...]"}

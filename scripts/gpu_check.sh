@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Everything worth knowing on a machine with a GPU, within five minutes, as one table: build, op tests, trials,
-# the steps of GPT-2 124M and 1.5B, the same models in PyTorch, and the measured GEMM peak and bandwidth.
+# Checks a machine with a GPU within five minutes and prints one table: build, op tests, trials, step times of GPT-2
+# 124M and 1.5B, the same models in PyTorch, and the measured GEMM peak and bandwidth.
 #   scripts/gpu_check.sh [--dry]     --dry: the same steps on the emulated device with tiny sizes, to test this script
-# A step that fails is a row that says so, and the next one runs. The logs are in build/gpu_check.
+# A step that fails is a row with the reason, and the next one runs. The logs are in build/gpu_check.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
@@ -62,7 +62,7 @@ print(f"bench: {j['step_ms']['median']:.2f} ms | {j['tokens_per_s']:.4g} tok/s |
 PYTHON
 }
 
-# ceilings JSON: what the device gave at best in that run.
+# ceilings JSON: the measured GEMM peak and bandwidth of that run.
 ceilings() {
     $python - "$1" << 'PYTHON'
 import json, sys
@@ -84,8 +84,7 @@ sys.exit(not os.path.exists(path) or print(path))
 PYTHON
 }
 
-# sass CUOBJDUMP: how many of attention's instructions are GEMMs on tensor cores; without a GPU in what nvcc makes
-# for one.
+# sass CUOBJDUMP: the number of tensor core instructions in attention; without a GPU, in what nvcc compiles for one.
 sass() {
     local file=$program
     if [ "$device" != cuda ]; then

@@ -3,9 +3,9 @@
 #
 #   scripts/hosts.sh HOSTFILE scripts/run_gpt2_124m.sh --text /data/fineweb ...
 #
-# HOSTFILE has a line a machine, "name slots=8": as Open MPI and DeepSpeed have it; # begins a comment. The machines
-# reach one another by ssh without a password and see this folder and the data under the same path.
-# NCCL takes the network from NCCL_SOCKET_IFNAME and NCCL_IB_HCA if it chooses badly; all NCCL_* are passed on.
+# HOSTFILE has a line per machine, "name slots=8", as for Open MPI and DeepSpeed; # begins a comment. The machines reach
+# each other by ssh without a password and have this folder and the data under the same path.
+# NCCL_SOCKET_IFNAME and NCCL_IB_HCA select the network if NCCL chooses badly; all NCCL_* are forwarded.
 set -euo pipefail
 [ $# -ge 2 ] || { echo "usage: scripts/hosts.sh HOSTFILE scripts/run_NAME.sh [OPTIONS]" >&2; exit 2; }
 hostfile=$(realpath "$1") script=$2

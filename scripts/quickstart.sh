@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a trained model: installs, builds, tokenizes the King James Bible, trains a small GPT-2 on two ranks
-# with ZeRO stage 2, measures it on text it has not seen, draws its loss and lets it write. Under 8 minutes on 2 cores.
-# A second run continues nothing and overwrites nothing: it trains anew into runs/quickstart-2 and so on.
+# with ZeRO stage 2, evaluates it on held-out text, plots its loss and generates text. Under 8 minutes on 2 cores.
+# A second run neither resumes nor overwrites the first: it trains from the start into runs/quickstart-2 and so on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 start=$SECONDS

@@ -4,7 +4,7 @@
     scripts/report.py RUN [RUN ...] [-o FOLDER] [--tokens]
 
 RUN is a run folder or its log. Writes into FOLDER (default: the first run's folder)
-    report.html   all of it in one file that asks for nothing else: figures, charts, memory, samples, settings
+    report.html   everything in one self-contained file: figures, charts, memory, samples, settings
     loss.png      losses, learning rate and gradient norm, as scripts/plot.py draws them
     speed.png     tokens per second and time of a step
 """
@@ -25,7 +25,7 @@ def flags_of(log):
 
 # ------------------------------------------------------------------------------------------------------------- charts
 def make_charts(logs, x_key):
-    """Every chart that these logs have numbers for: what each is drawn from is said here and nowhere else."""
+    """Every chart that these logs have numbers for, with its log fields."""
     x_name = "tokens" if x_key == "tokens_so_far" else "step"
     color = {log.name: COLORS[i % len(COLORS)] for i, log in enumerate(logs)}
     charts = []
@@ -105,7 +105,7 @@ def summaries(logs):
 
 
 def setting(value):
-    """As the command line takes it."""
+    """A flag as on the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -124,7 +124,7 @@ def settings(logs):
 
 
 def memory(log):
-    """The plan of the run as bars; nothing where the log is older than that."""
+    """The memory plan as bars; nothing for older logs, which have none."""
     out = []
     for place, parts in log.header.get("memory", {}).items():
         total = sum(parts.values())

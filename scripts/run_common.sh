@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034
-# run_common.sh: what the run_*.sh scripts share; they source it. Each describes its run, then calls these steps:
+# run_common.sh: functions of the run_*.sh scripts, which source it. Each describes its run, then calls these steps:
 #   run_options NAME "$@"       reads the command line; see run_usage. Sets $out $text $model $ranks $dry $more
 #   have_model NAME             a Hugging Face folder in $model: given, there from before, or fetched; --dry: a tiny one
 #   have_text SET               token shards in $shards, with the model's tokenizer: from a data set by name or --text
@@ -72,7 +72,7 @@ launch() {
     fi
 }
 
-# The text of a dry run: texts of this repository. Parts as WikiText's, so that the same reader takes them.
+# The text of a dry run: files of this repository, split like WikiText, so that the same reader works.
 dry_text() {
     mkdir -p "$work/text"
     cat README.md CHANGELOG.md > "$work/text/wiki.train.raw"
@@ -140,7 +140,7 @@ have_text() {
     fi
 }
 
-# Shards that others made (llm.c's layout): named, not fetched, since they are large.
+# Shards made elsewhere (llm.c's layout): not fetched, since they are large; the error names them.
 have_shards() {
     local hint=$1
     step "token shards: ${text:-none given}"
@@ -152,8 +152,8 @@ have_shards() {
     fi
 }
 
-# merge FLAGS...: into the list `flags`; of a flag given twice the last one counts, so that what comes after
-# `--` overrides the recipe. -n and --epochs replace one another, and -g replaces --batch.
+# merge FLAGS...: adds to the list `flags`; if a flag is given twice the last one counts, so that flags after `--`
+# override the recipe. -n and --epochs replace each other, and -g replaces --batch.
 merge() {
     local -A value=() letters=([m]=model [d]=data [v]=val [o]=out [z]=zero [b]=micro-batch [g]=grad-accum [t]=seq-len
                                [n]=steps [l]=lr [p]=precision [r]=recompute [s]=seed)
@@ -179,7 +179,7 @@ merge() {
     mapfile -t flags < <(printf '%s\n' "${flags[@]}" | sort)
 }
 
-# train FLAGS...: the recipe; in a dry run its sizes give way to small ones.
+# train FLAGS...: the recipe; a dry run replaces its sizes by small ones.
 train() {
     local small=()
     step "train into $out"

@@ -1,11 +1,11 @@
-"""runlog.py: what reads run logs (log.jsonl of a run folder; data/run_log.h says what is in one)."""
+"""runlog.py: reads run logs (log.jsonl of a run folder; its format is in data/run_log.h)."""
 import json
 import pathlib
 import sys
 
 
 class RunLog:
-    """A log so far. `header`: the run's settings; `steps`: the step objects, merged by step and in order; `samples`."""
+    """A log, also of a running run. `header`: settings; `steps`: step objects, merged by step, in order; `samples`."""
 
     def __init__(self, path):
         self.path = pathlib.Path(path)
@@ -16,7 +16,7 @@ class RunLog:
             try:
                 entry = json.loads(line)
             except json.JSONDecodeError:
-                if line_idx == len(lines) - 1:              # torn: the run is writing it, or was killed
+                if line_idx == len(lines) - 1:              # incomplete: the run is writing it, or was killed
                     break
                 sys.exit(f"{program()}: {path}, line {line_idx + 1}: not JSON: {line[:60]!r}")
             if not isinstance(entry, dict):
@@ -25,11 +25,11 @@ class RunLog:
                 self.header.update(entry["run"])
             elif "sample" in entry:
                 self.samples.append(entry)
-            elif "step" in entry:                           # a resumed run repeats steps: the last one said counts
+            elif "step" in entry:                           # a resumed run repeats steps: the last one counts
                 steps.setdefault(entry["step"], {}).update(entry)
         self.steps = [steps[step] for step in sorted(steps)]
         tokens = sum_tokens = before = 0
-        for step in self.steps:                             # what is not in the log had as many as the step after it
+        for step in self.steps:                             # a step that is not in the log had as many as the next
             tokens = step.get("tokens", tokens)
             sum_tokens += tokens * (step["step"] - before)
             before = step["step"]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what the CPU build, the data scripts and the tests need. Debian and Ubuntu; run it as often as you like.
+# Installs what the CPU build, the data scripts and the tests need, on Debian and Ubuntu. It may be run again.
 # As root or with sudo it installs the packages; otherwise it names those that are missing and stops.
 #   scripts/setup.sh [--tests]   with what only scripts/test.sh needs: clang and its sanitizers, for the fuzz targets
 set -euo pipefail

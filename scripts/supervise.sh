@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Keeps a run going: starts it, and starts it again from its newest complete checkpoint when it dies.
+# Starts a run, and restarts it from its newest complete checkpoint when it dies.
 #   scripts/supervise.sh RANKS [--hostfile FILE] [--min-ranks N] [--retries N] ./train_gpt -o FOLDER ARGS...
-# A rank that was killed or has no heartbeat is not counted on again: the next start has one less for each. With a
-# hostfile (lines of "HOST slots=N") the hosts that answer are counted before each start. Fewer ranks keep the global
-# batch: --elastic changes the micro-steps, and the number of ranks is lowered until it divides the batch, and the batch
-# that --batch-ramp begins with.
-# It gives up after --retries (3) starts in a row that have made no checkpoint, and at a usage error (exit code 2).
-# SIGTERM, SIGINT and SIGUSR2 end the run after a save, SIGUSR1 saves: mpirun gets them as what it passes on.
+# For each rank that was killed or has no heartbeat the next start has one rank less. With a hostfile (lines of
+# "HOST slots=N") the hosts that answer are counted before each start. Fewer ranks keep the global batch: --elastic
+# changes the micro-steps, and the number of ranks is lowered until it divides the batch and the first batch of
+# --batch-ramp.
+# It gives up after --retries (3) starts in a row without a new checkpoint, and on a usage error (exit code 2).
+# SIGTERM, SIGINT and SIGUSR2 end the run after a save, SIGUSR1 saves; mpirun receives a signal that it forwards.
 set -uo pipefail
 
 say() { echo "supervise: $*"; }
@@ -35,7 +35,7 @@ for word in "$@"; do
     esac
     previous=$word
 done
-[ -n "$out" ] || { say "the command has no -o: without checkpoints there is nothing to go on from"; exit 2; }
+[ -n "$out" ] || { say "the command has no -o: without checkpoints there is nothing to resume from"; exit 2; }
 
 # The newest checkpoint that is complete, empty without one.
 checkpoint() {
@@ -54,7 +54,7 @@ count_hosts() {
             hosts="$hosts,$host:${slots:-1}"
             total=$((total + ${slots:-1}))
         else
-            say "$host does not answer: left out"
+            say "$host does not answer: not used"
         fi
     done < "$hostfile"
     [ "$ranks" -le "$total" ] || ranks=$total
@@ -85,7 +85,7 @@ while :; do
     pid=$!
     wait "$pid"
     status=$?
-    while kill -0 "$pid" 2> /dev/null; do      # a signal to this script has ended the wait, not the run
+    while kill -0 "$pid" 2> /dev/null; do      # a signal to this script ended the wait, not the run
         wait "$pid"
         status=$?
     done

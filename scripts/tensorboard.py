@@ -3,8 +3,8 @@
 
     scripts/tensorboard.py RUN [RUN ...] [-o FOLDER]       then: tensorboard --logdir FOLDER (runs/tensorboard)
 
-One sub-folder a run; every number of the log is a scalar under its own name, over the step, with the losses under
-loss/. The format is two messages and a frame, written here rather than asked of a library that brings protobuf along:
+One sub-folder per run; every number of the log is a scalar under its own name, by step, with the losses under loss/.
+The format is two messages and a frame, written here so that no library with protobuf is needed:
   file    records: length (uint64), its checksum, data, its checksum; little-endian
           checksum: CRC-32C, rotated right by 15, plus 0xa282ead8
   Event   1 wall_time (double), 2 step (int64), 3 file_version (string, first record), 5 summary
@@ -61,7 +61,7 @@ def event(wall_time, step, scalars=(), version=None):
 
 
 def write_events(path, log):
-    """Wall time: the log keeps none, so steps are counted back from its last change by how long each took."""
+    """Wall time: not in the log, so it is computed back from the file's last change by the time of each step."""
     times, at = [], log.path.stat().st_mtime
     for entry in reversed(log.steps):
         times.append(at)

@@ -2,10 +2,10 @@
 # Builds and runs every test; the last line is the sum of all: "N passed, N failed, N skipped".
 #   scripts/test.sh [--full] [DEVICE ...]   DEVICE: cpu, emu, check, cuda; default all, cuda where nvcc is
 # check is the memory checker of emu: races, out-of-bounds, uninitialized reads of kernels and host code.
-# Without a GPU the cuda build is compiled and linked (and must not spill), not run. --full adds the long tests, the
-# products of settings of which CI takes pairwise sets (test/conftest.py), fp16's kernels for every architecture,
+# Without a GPU the cuda build is compiled and linked (and must not spill), not run. --full adds the long tests, all
+# combinations of settings where CI runs pairwise sets (test/conftest.py), fp16's kernels for every architecture,
 # dev/examples and ten minutes of fuzzing instead of fifteen seconds.
-# Each test's own output is kept in build/logs/ and shown when it fails.
+# Each test's own output is written to build/logs/ and shown when it fails.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
@@ -29,7 +29,7 @@ mkdir -p "$logs"
 # The last "N passed, N failed, N skipped" of a log, in any order and with any of them left out (pytest: errors fail).
 count_of() { grep -oE "[0-9]+ $1" <<< "$2" | tail -n 1 | grep -oE '^[0-9]+' || echo 0; }
 
-# run NAME COMMAND...: one program that counts for itself, or one test if it prints no count.
+# run NAME COMMAND...: a program that prints its counts, or one test if it prints none.
 run() {
     local name=$1 log="$logs/$1.log" start=$SECONDS status line p f s
     shift
@@ -57,7 +57,7 @@ skip() {
 
 have_gpu() { nvidia-smi -L > /dev/null 2>&1; }
 
-# Programs that start ranks of their own kind: those of test_nccl are run at several rank counts.
+# Programs that need mpirun: test_nccl runs at several rank counts.
 run_programs() {
     local device=$1 program name
     for program in $(make -s DEVICE="$device" list-tests); do
@@ -80,7 +80,7 @@ run_isas() {
     done
 }
 
-# What falls back if cuBLASLt refuses an epilogue.
+# The fallbacks if cuBLASLt refuses an epilogue.
 run_unfused() {
     local program name
     for program in build/emu/test_ops.*[a-z0-9]; do

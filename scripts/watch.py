@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""watch.py: a run while it trains, in the terminal: bar, time left, losses, speed, and the loss as a sparkline.
+"""watch.py: shows a running run in the terminal: progress bar, time left, losses, speed, and the loss as a sparkline.
 
     scripts/watch.py RUN [RUN ...] [--every SECONDS] [--once]
 
-RUN is a run folder or its log. Reads only the log: it may look on from another machine that sees the folder.
+RUN is a run folder or its log. Reads only the log, so it works from any machine that sees the folder.
 """
 import argparse
 import shutil
@@ -16,7 +16,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values, width):
-    """Means of `width` pieces, lowest to highest as eighths of a line."""
+    """Means of `width` pieces, scaled to eighths of a line."""
     if not values:
         return ""
     width = min(width, len(values))

@@ -1,9 +1,8 @@
-"""conftest.py: read by pytest first: where tests may import from, what their programs find in the environment, and
-kinds of tests, for -m:
+"""conftest.py: read by pytest first: import paths, the environment of programs, and kinds of tests, for -m:
     quick   by `make check`: seconds, with the build for the CPU in fp32    ranks   starts several ranks with mpirun
     emu     runs the CUDA kernels on the emulated device                     slow    only with TRAIN_GPT_FULL=1
-    pairwise   of the product of its parameters, devices among them, as many as have each pair of values in one of them;
-               all of it with TRAIN_GPT_FULL=1
+    pairwise   of all combinations of its parameters, devices included, a pairwise set: each pair of values once;
+               all of them with TRAIN_GPT_FULL=1
 """
 import os
 import pathlib
@@ -21,7 +20,7 @@ os.environ.setdefault("TRAIN_GPT_PEAK_GFLOPS", "100")
 
 KINDS = {"quick": "seconds, with the CPU build in fp32: make check", "ranks": "several ranks, started by mpirun",
          "emu": "on the emulated device", "slow": "only with TRAIN_GPT_FULL=1",
-         "pairwise": "each pair of values of its parameters once; the product with TRAIN_GPT_FULL=1"}
+         "pairwise": "each pair of values of its parameters once; all combinations with TRAIN_GPT_FULL=1"}
 FULL = os.environ.get("TRAIN_GPT_FULL") == "1"
 
 
@@ -31,7 +30,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """ranks and emu by the parameters; a slow test is skipped unless all are asked for."""
+    """Marks ranks and emu by the parameters; skips slow tests without TRAIN_GPT_FULL=1."""
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if params.get("device") == "emu":
@@ -47,7 +46,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def axes_of(item):
-    """{axis: value} of a test's parameters. Those that one parametrize gives together are one axis."""
+    """{axis: value} of a test's parameters. Parameters of one parametrize are one axis."""
     axes = {name: name for name in item.callspec.params}
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0] if isinstance(mark.args[0], str) else ",".join(mark.args[0])
@@ -59,8 +58,8 @@ def axes_of(item):
 
 
 def without(items):
-    """Of each test that is marked pairwise(without=f): parameters for which f is true, and what a pairwise set of the
-    rest does not need."""
+    """Deselects, for tests marked pairwise(without=f), parameters for which f is true and those outside a pairwise set of
+    the rest."""
     products, left_out = {}, set()
     for item in items:
         mark = item.get_closest_marker("pairwise")
@@ -77,7 +76,7 @@ def without(items):
 
 
 def pytest_make_parametrize_id(val):
-    """Names that -k can be given: of dicts, lists and sentences their words, joined by - and cut at 60 letters."""
+    """Names for -k: the words of dicts, lists and sentences, joined by - and cut at 60 letters."""
     def words(value):
         if isinstance(value, dict):
             return " ".join(f"{key} {words(inner)}" for key, inner in value.items())

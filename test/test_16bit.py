@@ -1,4 +1,4 @@
-"""bf16 and fp16: ten steps of a two-layer model on the kernels, in the emulator or on a card, against the CPU build's
+"""bf16 and fp16: ten steps of a two-layer model on the kernels, in the emulator or on a GPU, against the CPU build's
 plain code and against PyTorch. test/golden/gpt2_16bit.json (dev/golden_gpt2.py) has the losses of PyTorch's runs in
 fp64, bf16 and fp16.
 
@@ -42,7 +42,7 @@ def assert_rule(name, ours, plain, truth):
 
 
 def trained(run):
-    """All weights as one vector. The gradient of a key's bias is 0 on paper; AdamW makes whole steps of its noise."""
+    """All weights as one vector. The gradient of a key's bias is 0 but for noise, of which AdamW makes full steps."""
     found = {name: w.astype(np.float64) for name, w in weights(run.checkpoint(10)).items()}
     for name in found:
         if name.endswith("c_attn.bias"):

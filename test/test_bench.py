@@ -1,5 +1,5 @@
-"""--bench: its figures agree with one another and with what is known of the model; --profile: a trace that Perfetto
-opens; phases in the log."""
+"""--bench: its figures agree with each other and with formulas for the model; --profile: a trace that Perfetto opens;
+phases in the log."""
 import json
 import subprocess
 
@@ -115,7 +115,7 @@ def test_figures(folder, tmp_path, device, family, ranks, stage, G):
     assert sent == pytest.approx(j["sent_bytes_per_step"], rel=1e-6)
     if device == "cpu":                                 # each call does its work before it returns
         assert j["communication_hidden_ms"] == 0
-    longest = max(j["ops"], key=lambda row: row["ms"])  # which are too short for a line is another matter
+    longest = max(j["ops"], key=lambda row: row["ms"])  # which operations are too short for a line may differ
     for words in (f"{j['tokens_per_s']:.1f} tok/s", f"{j['step_ms']['median']:.2f} ms median", longest["op"],
                   f"{longest['ms']:.3f}", "page faults"):
         assert words in text
@@ -135,7 +135,7 @@ def test_what_is_made_again(folder, tmp_path, level, again):
 
 @pytest.mark.parametrize("precision, flags", [("bf16", ["--master", "split", "--grad-dtype", "bf16"]), ("fp16", [])])
 def test_other_precisions(folder, tmp_path, precision, flags):
-    """In fp16 the loss scale comes down while it warms up, so that no timed step is a skipped one."""
+    """In fp16 the loss scale falls during the warm-up, so that no timed step is skipped."""
     j, _ = bench(folder, tmp_path, "gpt2", "-p", precision, *flags)
     check_figures(j, "gpt2", 1, 1)
     check_ops(j)
@@ -146,7 +146,7 @@ def test_other_precisions(folder, tmp_path, precision, flags):
     ("gpt2", 1, ["-g", 2, "--dropout", 0.1]), ("llama", 1, ["-r", "attention", "--optimizer", "muon"]),
     ("llama", 2, ["-z", 3, "-r", 2]), ("gpt2", 2, ["-z", 2, "-g", 2, "--optimizer", "lamb"])])
 def test_as_planned(folder, tmp_path, family, ranks, flags):
-    """What launchers say of themselves is what model/cost.cuh says of the step."""
+    """FLOPs and bytes of the launchers' OP macros equal those of model/cost.cuh."""
     j, _ = bench(folder, tmp_path, family, *flags, ranks=ranks)
     plan = train_gpt("--plan", "-m", folder / family, "--from-scratch", "-t", T, "-b", B, *flags, "--ranks", ranks,
                      "-d", folder / "data")
@@ -167,7 +167,7 @@ def test_as_planned(folder, tmp_path, family, ranks, flags):
 
 # ---- the trace ---------------------------------------------------------------------------------------------------
 def spans_of(path):
-    """{(rank, track): [(begin, end, name, kind, arguments)]}, in order; checks what a trace must be."""
+    """{(rank, track): [(begin, end, name, kind, arguments)]}, in order; checks the format."""
     trace = json.loads(path.read_text())
     named, spans = {}, {}
     for event in trace["traceEvents"]:
@@ -183,7 +183,7 @@ def spans_of(path):
         assert named["process_name", rank, 0] == f"rank {rank}"
         track.sort(key=lambda x: (x[0], -x[1]))
         open_ends = []
-        for begin, end, *_ in track:                    # nested: what begins within another ends within it
+        for begin, end, *_ in track:                    # nested: a span that begins within another ends within it
             while open_ends and begin >= open_ends[-1] - 0.002:
                 open_ends.pop()
             assert not open_ends or end <= open_ends[-1] + 0.002
@@ -236,7 +236,7 @@ def joined(intervals):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bench_and_its_trace_agree(folder, tmp_path, device):
-    """Of one step both are made of the same spans."""
+    """For one step both have the same spans."""
     j, _ = bench(folder, tmp_path, "llama", "-z", 2, "-g", 2, "--profile", 1, ranks=2, device=device)
     spans = spans_of(tmp_path / "trace.json")
     step, = [x for x in spans[0, "compute"] if x[3] == "step"]
@@ -271,10 +271,10 @@ def test_phases_in_the_log(folder, tmp_path, device, ranks, stage, flags, extra)
 
 # ---- refusals ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("flags, words", [
-    (["--bench", "--resume", "x"], "--resume has no place beside --bench"),
-    (["--bench", "-d", "x"], "--data has no place beside --bench"),
-    (["--bench", "-o", "x"], "--out has no place beside --bench"),
-    (["--bench", "--batch-ramp", "1:2"], "--batch-ramp has no place beside --bench"),
+    (["--bench", "--resume", "x"], "--resume does not go with --bench"),
+    (["--bench", "-d", "x"], "--data does not go with --bench"),
+    (["--bench", "-o", "x"], "--out does not go with --bench"),
+    (["--bench", "--batch-ramp", "1:2"], "--batch-ramp does not go with --bench"),
     (["--bench", "--eval"], "different modes: give one"),
     (["--bench-json", "x"], "--bench-json goes with --bench"),
     (["--bench", "-n", "0"], "needs a step to time"),
@@ -306,7 +306,7 @@ def sweep(folder, tmp_path, *words):
 
 
 def test_sweep(folder, tmp_path):
-    """A row for each, one that says why it is none, a picture, and the figures of the program in the table."""
+    """A row for each setting, one with the reason of its failure, a picture, and the program's figures in the table."""
     run = sweep(folder, tmp_path, "-m", f"{folder}/gpt2:2:16 {folder}/llama:1:8", "-p", "fp32", "-r", "none nonsense",
                 "--", "--from-scratch", "-g", 2)
     table = [line for line in (tmp_path / "out" / "bench.md").read_text().splitlines() if line.startswith("| ")][1:]

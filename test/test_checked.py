@@ -1,5 +1,5 @@
-"""train_gpt under the checker: every access of every kernel and of the host is looked at, in layouts that between them
-use every stream and collective, and the numbers are those of the plain emulated build."""
+"""train_gpt under the memory checker (races, out-of-bounds, uninitialized reads), in layouts that together use every
+stream and collective; the numbers are those of the plain emulated build."""
 import subprocess
 
 import init
@@ -34,7 +34,7 @@ def test_nothing_found(tmp_path, monkeypatch, flags, stage, ranks):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_without_epilogues(monkeypatch, precision):
-    """Where cuBLASLt has no fused epilogue, the pass of its own gives what the rule allows, and is said once a kind."""
+    """Without a fused epilogue in cuBLASLt a separate pass is as accurate as the rule requires, and reported once."""
     program = ROOT / f"build/emu/test_ops.{precision}"
     if not program.exists():
         pytest.skip("the op tests are not built")

@@ -82,7 +82,7 @@ def run_and_kill(args, ranks, device, chance):
 
 @pytest.mark.parametrize("ranks,stage", [(1, 0), (3, 2)])
 def test_killed(tmp_path, ranks, stage):
-    """Killed at random moments while every step is saved: goes on from a complete checkpoint, to the same losses."""
+    """Killed at random moments while every step is saved: resumes from a complete checkpoint, to the same losses."""
     chance, out, reached = random.Random(ranks), tmp_path / "run", 0
     layout = ["-z", stage, "-b", 12 // ranks, "--timeout", 20]
     args = flags(tmp_path, 100000, *layout, "--save-every", 1, "--keep", 3, "--resume", "auto", "-o", out)
@@ -114,7 +114,7 @@ LARGE = gpt2_config(12000, 96, 24, L=1, NH=3)                   # 4.9 MB of weig
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_file_size_limit(tmp_path, ranks):
-    """A save that meets a limit: said, nothing partial stays, the checkpoint before is whole; training goes on."""
+    """A save that meets a limit is reported, leaves nothing partial and the earlier checkpoint whole; training continues."""
     layout = ["-z", 1, "-b", 3 // ranks, "--save-every", 2]
     out = tmp_path / "run"
     train_gpt(*flags(tmp_path, 2, *layout, config=LARGE), ranks=ranks, out=out)
@@ -164,7 +164,7 @@ def test_full_disk(tmp_path, small_disk, ranks):
 
 
 def test_full_disk_and_the_log(tmp_path, small_disk):
-    """No room for a line: said once, training goes on; what is in the file are whole lines."""
+    """No room for a line: reported once, training continues; the file has whole lines only."""
     (small_disk / "filler").write_bytes(bytes(2**21 - 3 * 4096))
     run = train_gpt(*flags(tmp_path, 80, "-b", 1), out=small_disk / "run", ok=False)
     assert run.code == 1 and "step 80/80" in run.out and len(run.complaint) == 2
@@ -181,7 +181,7 @@ def flip(path, place):
 
 
 def place_in(path, name, share):
-    """Where in a safetensors file a part of a tensor lies."""
+    """Offset of a part of a tensor in a safetensors file."""
     begin, end = safetensors_header(path)[name]["data_offsets"]
     return 8 + int.from_bytes(path.read_bytes()[:8], "little") + begin + int(share * (end - begin - 1))
 
@@ -199,7 +199,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks,stage", [(1, 0), (2, 0), (3, 2)])
 def test_flipped_bit_of_a_tensor(tmp_path, saved, ranks, stage):
-    """Refused by the tensor's name; `--resume auto` goes back to the checkpoint before, and says so."""
+    """Refused by the tensor's name; `--resume auto` takes the checkpoint before, and reports it."""
     folder, whole = saved
     out = tmp_path / "run"
     args = [*flags(folder, 6)[3:], "-z", stage, "-b", 12 // ranks]
@@ -240,8 +240,8 @@ def test_flipped_bit_elsewhere(tmp_path, saved):
 
 
 def test_without_state_json(tmp_path, saved):
-    """A folder step_N that has lost its state.json is no checkpoint: `--resume auto` says so and takes the one before,
-    `--resume FOLDER` takes that too; where there is none before, the run does not start anew over it."""
+    """A folder step_N without state.json is no checkpoint: `--resume auto` reports it and takes the one before, and so
+    does `--resume FOLDER`; if there is none before, the run does not start anew over it."""
     folder, whole = saved
     out = tmp_path / "run"
     args = flags(folder, 6, "-b", 12)[3:]
@@ -413,7 +413,7 @@ def test_repeat(tmp_path, device):
 
 
 def test_changes_are_said(tmp_path):
-    """What shapes the rest of a run is that of the flags; what it was before is said, of these flags and no others."""
+    """Flags that shape the rest of a run take their new values; changes are printed, of these flags and no others."""
     run = train_gpt(*flags(tmp_path, 4, "--save-every", 2), out=tmp_path / "run")
     same = train_gpt(*flags(tmp_path, 4, "--resume", run.checkpoint(2)), out=tmp_path / "same")
     assert not re.search(r"^ +--\S+ is ", same.out, re.M)

@@ -1,4 +1,4 @@
-"""--config: DeepSpeed's JSON becomes flags; --print-config says what became of each key."""
+"""--config: DeepSpeed's JSON becomes flags; --print-config shows how each key is used."""
 import json
 import math
 import re
@@ -42,7 +42,7 @@ ZERO3_OFFLOAD = """{
     "train_micro_batch_size_per_gpu": 1
 }"""
 
-# Every training key that DeepSpeed documents, with a value that asks for nothing beyond what is there.
+# Every training key that DeepSpeed documents, with a value that is supported.
 DOCUMENTED = {
     "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1,
     "managed_gradient_accumulation": True, "gradient_clipping": 1.0, "prescale_gradients": False,
@@ -135,7 +135,7 @@ def settings(*words):
 
 @pytest.mark.parametrize("spelling,sets", ALIASES, ids=lambda x: x if isinstance(x, str) else "")
 def test_alias(folder, spelling, sets):
-    """It gives its flags their values, and says how it was spelled; with _ for - too."""
+    """An alias sets its flags, and messages use its spelling; with _ for - too."""
     (folder / "empty.json").write_text("{}")
     name, _, word = spelling.partition("=")
     typed = ["--" + name[2:].replace("-", "_") if name[1] == "-" else name]
@@ -395,6 +395,6 @@ BF16 = {"enabled": True}
      {"offload": "activations,optimizer,parameters"}),
 ])
 def test_storage(folder, config, want):
-    """What states, gradients and the wire are kept in, and what goes to host memory."""
+    """Data types of states, gradients and communication, and offload."""
     _, flags, _ = read(folder, config)
     assert {name: flags[name][0] for name in want} == want

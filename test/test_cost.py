@@ -1,5 +1,5 @@
-"""The table of a step's operations that --plan prints, against what is known from elsewhere: floating-point operations
-against the formula for a transformer, calls and bytes against what the checked emulator counts in a real step."""
+"""The table of a step's operations that --plan prints: floating-point operations against the formula for a transformer,
+calls and bytes against the counts of the checked emulator in a real step."""
 import json
 import re
 
@@ -44,7 +44,7 @@ def test_flops_are_six_for_each_weight_and_token(tmp_path, family):
     rows = costs(model_folder(tmp_path / "m", family), "-b", B, "-g", G)
     N, weights = B * G * T, L * (C * QKV + C * C + mlp) + VP * C
     assert flops_of(rows, product=r"\w+") == pytest.approx(6 * N * weights, rel=1e-5)
-    attention = N * L * C * (T + 1)            # of one product over the causal half
+    attention = N * L * C * (T + 1)            # of one GEMM over the causal half
     assert flops_of(rows, op="attention_forward") == pytest.approx(2 * attention, rel=1e-5)
     assert flops_of(rows, op="attention_backward") == pytest.approx(5 * attention, rel=1e-5)
     assert flops_of(rows, part="recompute") == 0
@@ -54,8 +54,8 @@ def test_flops_are_six_for_each_weight_and_token(tmp_path, family):
     ("none", [], 0), ("cheap", [], 0), ("mlp", ["fc"], 0), ("attention", ["fc", "qkv"], 1),
     ("block", ["fc", "qkv", "attproj", "fcproj"], 1)])
 @pytest.mark.parametrize("family", MODELS)
-def test_flops_made_again(tmp_path, family, level, products, attention):
-    """By the second of these levels each product of all blocks but the topmost, once."""
+def test_flops_of_recomputation(tmp_path, family, level, products, attention):
+    """From the second of these levels on, each GEMM of all blocks but the topmost, once."""
     B = 2
     rows = costs(model_folder(tmp_path / "m", family), "-b", B, "-r", level)
     for product in ["qkv", "attproj", "fc", "fcproj"]:

@@ -1,5 +1,5 @@
 """Dropout: the same masks for any rank count, stage, split of the batch and level of recomputation, and after a resume;
-off at 0. What a mask is and the gradients through it are held by the op tests (dropout, attention)."""
+off at 0. The op tests (dropout, attention) test masks and gradients."""
 import json
 
 import init
@@ -52,7 +52,7 @@ def test_resume(tmp_path, flags, device, whole):
 
 
 def test_off_is_off(tmp_path, flags, device, whole):
-    """0 has the bits of nothing given. Each place alone changes the first step's loss; validation drops nothing."""
+    """0 has the bits of the default. Each kind of dropout changes the first step's loss; validation has none."""
     cases = {"off": [], "zero": ["--dropout", 0], "nearly": ["--dropout", 1e-10], "attention": ["--attn-dropout", 0.2],
              "rest": ["--dropout", 0.2, "--attn-dropout", 0], "seed": ["--dropout", 0.2, "--seed", 43],
              "still": ["--dropout", 0.2, "-l", 0], "still, off": ["-l", 0]}
@@ -69,7 +69,7 @@ def test_off_is_off(tmp_path, flags, device, whole):
 
 
 def test_config_is_said(flags, device):
-    """What config.json names is not taken silently, nor passed over."""
+    """Dropout in config.json is reported, neither applied nor ignored silently."""
     folder = flags[1]
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] != "gpt2":
@@ -77,4 +77,4 @@ def test_config_is_said(flags, device):
     (folder / "named").mkdir(exist_ok=True)
     (folder / "named" / "config.json").write_text(json.dumps({**config, "resid_pdrop": 0.1}))
     run = train_gpt("-m", folder / "named", *flags[2:], "-b", 1, "-n", 1, device=device)
-    assert "dropout none: config.json names 0.1" in run.out
+    assert "dropout none: config.json has 0.1" in run.out

@@ -78,7 +78,7 @@ def test_repeat_and_resume(tmp_path, reference, ranks, stage):
 
 @pytest.mark.parametrize("ranks,stage", [(2, 1), (3, 2), (4, 0)])
 def test_resume_elsewhere(tmp_path, reference, ranks, stage):
-    """A checkpoint of one rank goes on at any rank count and stage."""
+    """A checkpoint of one rank resumes at any rank count and stage."""
     run = train_gpt("--resume", reference.checkpoint(7), *flags(tmp_path)[3:], *layout(ranks, stage), ranks=ranks,
                     device=reference.device, out=tmp_path / "run")
     assert_same_losses(run, reference, first=7)

@@ -1,4 +1,4 @@
-"""What happens to a run: signals, lost ranks, numbers that go wrong, and what it holds after many steps."""
+"""Faults of a run: signals, lost ranks, non-finite gradients, loss spikes; and memory after many steps."""
 import json
 import os
 import re
@@ -42,7 +42,7 @@ class Started:
         self.ranks = {None: self.process.pid}            # None: the launcher
 
     def wait_for(self, words):
-        """Reads up to a line that begins so. Who the ranks are is found out before, since that takes a while."""
+        """Reads up to a line that begins so; first finds the ranks' processes, since that takes a while."""
         self.seen += self.process.stdout.readline()
         self.ranks.update(ranks_of(self.process.pid))
         while not (line := self.process.stdout.readline()).startswith(words):
@@ -101,7 +101,7 @@ def test_asked_to_end(folder, moment, stage, name, rank):
 
 
 def test_asked_to_save(folder):
-    """SIGUSR1: a checkpoint of the step, and on."""
+    """SIGUSR1: saves a checkpoint of the step and continues."""
     args = flags(folder, "-n", 1500, "-z", 1)
     run = Started(args, 2, folder / "run")
     run.wait_for("step 3/")
@@ -133,9 +133,9 @@ def test_asked_to_end_with_nowhere_to_save(folder):
     assert "nothing is saved without -o" in run.end().out
 
 
-# ---- what all ranks must have alike ------------------------------------------------------------------------------
+# ---- what must be equal on all ranks -----------------------------------------------------------------------------
 def said_apart(folder, first, second):
-    """Rank 0 runs one command, rank 1 another; what the run ends with."""
+    """Rank 0 runs one command, rank 1 another; returns the message."""
     words = [str(word) for word in ["mpirun", "--oversubscribe", "-np", 1, *first, ":", "-np", 1, *second]]
     process = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment(**ONE_THREAD),
                              cwd=folder)
@@ -158,7 +158,7 @@ def test_ranks_that_differ(folder):
 
 
 def test_another_mpi(folder):
-    """Started by the launcher of another MPI, each process would take itself for the whole run."""
+    """Started by the launcher of another MPI, each process would train as the only rank."""
     run = train_gpt(*flags(folder, "-n", 1), ok=False, PMI_SIZE="2", PMI_RANK="1")
     assert run.code == 1 and "the launcher started 2 ranks (PMI_SIZE), MPI finds 1" in run.complaint[0]
 
@@ -188,7 +188,7 @@ def launcher_of(script):
 
 
 def supervise_with_a_loss(folder, args, awaited, ranks_left):
-    """What is printed where one of three ranks is killed as soon as the run folder has what is awaited."""
+    """The output if one of three ranks is killed as soon as the run folder has a file."""
     process = supervise(folder, 3, *args, "-o", folder / "run")
     while not list((folder / "run").glob(awaited)):
         assert process.poll() is None
@@ -201,7 +201,7 @@ def supervise_with_a_loss(folder, args, awaited, ranks_left):
 
 
 def test_supervise(folder):
-    """Of three ranks one is killed: two go on with the same global batch, to the losses of an unbroken run."""
+    """One of three ranks is killed: two continue with the same global batch and reach the losses of an unbroken run."""
     args = flags(folder, "-g", 4, "-n", 60, "--save-every", 10, "-z", 2, "--timeout", 20, micro_batch=1)
     out = supervise_with_a_loss(folder, args, "step_*0", 2)
     assert "batch   12 sequences = 1 per micro-step x 6 micro-steps x 2 ranks" in out
@@ -213,8 +213,8 @@ def test_supervise(folder):
 
 @pytest.mark.parametrize("stops", ["before the first checkpoint", "after it"])
 def test_supervise_ramp(folder, stops):
-    """Of three ranks one is killed, and what --batch-ramp begins with does not divide over two: one rank goes on, with
-    the batch that the run was started with. Two, given by hand, are refused with numbers."""
+    """One of three ranks is killed, and the first batch of --batch-ramp does not divide over two: one rank continues, with
+    the same global batch. Two, given by hand, are refused with numbers."""
     args = flags(folder, "-g", 4, "-n", 40, "--batch-ramp", "3:10", "--save-every", 30 if stops[0] == "b" else 10, "-z",
                  2, "--timeout", 20, micro_batch=1)
     out = supervise_with_a_loss(folder, args, "step_*0" if stops[0] == "a" else "run.json", 1)
@@ -239,7 +239,7 @@ def test_supervise_gives_up(folder):
     process = supervise(folder, 5, *flags(folder, "-n", 2), "-o", folder / "hosted", more=["--hostfile", hosts])
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0, out
-    assert "no-such-host.invalid does not answer: left out" in out and "supervise: 1 ranks" in out
+    assert "no-such-host.invalid does not answer: not used" in out and "supervise: 1 ranks" in out
 
 
 def test_elastic(folder):
@@ -253,11 +253,11 @@ def test_elastic(folder):
     assert "batch   6 sequences = 1 per micro-step x 3 micro-steps x 2 ranks" in two.out and "step 3/3" in two.out
 
 
-# ---- numbers that go wrong ---------------------------------------------------------------------------------------
+# ---- non-finite gradients and loss spikes ------------------------------------------------------------------------
 @pytest.mark.parametrize("ranks,stage", [(1, 0), (3, 2)])
 def test_nonfinite_is_named(folder, ranks, stage):
-    """A NaN among the weights: each step that is skipped names a tensor, ten in a row end the run, and the checkpoint
-    that was there stays."""
+    """A NaN among the weights: each skipped step names a tensor, ten in a row end the run, and the earlier checkpoint
+    remains."""
     config = gpt2_config(V, 24, T, L=2, NH=3)
     tensors = init.gpt2_weights(config, 1)
     good = model_write(folder / "good", config, tensors)
@@ -277,8 +277,8 @@ def test_nonfinite_is_named(folder, ranks, stage):
 
 @pytest.mark.parametrize("ranks,stage", [(1, 0), (3, 2)])
 def test_good_checkpoint_stays(folder, ranks, stage):
-    """A NaN at a position that sequences reach with step 7: saved at every step with --keep 2, what is saved of the
-    steps that are skipped pushes no checkpoint out that was made before; a run goes on from the last good one."""
+    """A NaN at a position that sequences reach at step 7, saved at every step with --keep 2: saves of skipped steps delete
+    no earlier checkpoint; a run resumes from the last good one."""
     config = gpt2_config(V, 24, T, L=2, NH=3)
     tensors = init.gpt2_weights(config, 1)
     tensors["transformer.wpe.weight"][12] = np.nan
@@ -300,7 +300,7 @@ def test_good_checkpoint_stays(folder, ranks, stage):
 
 
 def spiky(folder, deviations=4):
-    """Thirty steps of text that is learnt at once, one of noise, and more text; in file order."""
+    """Thirty steps of text that is easily learned, one of noise, and more text; in file order."""
     text = np.tile(np.arange(4), 30 * 2 * T // 4)
     noise = np.random.default_rng(1).integers(0, V, 2 * T)
     shard_write(folder / "spiky" / "train_000000.bin", np.concatenate([text, noise, text, [0]]), V)
@@ -310,7 +310,7 @@ def spiky(folder, deviations=4):
 
 
 def test_spike(folder):
-    """A step that stands out is said, or with --spike-skip changes nothing; as well on two ranks and after a resume."""
+    """A loss spike is reported, or with --spike-skip changes nothing; also on two ranks and after a resume."""
     args = spiky(folder)
     run = train_gpt(*args, "-b", 2, out=folder / "run", **ONE_THREAD)
     assert re.findall(r"step (\d+)/36 .*WARNING: (?:loss|norm) \d+\.\d deviations above its mean", run.out)[0] == "31"
@@ -339,15 +339,15 @@ def test_memory_stays(folder, ranks, stage):
 
 @pytest.mark.parametrize("ranks,stage", [(1, 0), (2, 3)])
 def test_no_page_faults(folder, ranks, stage):
-    """The first step is the last that waits for a page of memory: nothing is allocated in a step."""
+    """No page faults after the first step: nothing is allocated in a step."""
     log = train_gpt(*flags(folder, "-n", 8, "-z", stage), ranks=ranks, out=folder / "run", **ONE_THREAD)
     faults = log.series("page_faults")
     assert len(faults) == 8 and not any(faults[1:]), faults
 
 
 def own_leaks(report):
-    """The blocks of LeakSanitizer's report that our own code has asked for. Open MPI has leaks of its own, most of them
-    in parts that it has unloaded by then, so that they cannot be told by name."""
+    """The leaks in LeakSanitizer's report that our own code has allocated. Open MPI has leaks of its own, most of them in
+    libraries that are unloaded by then, so that they have no names."""
     frames = [re.findall(r"^\s+#[1-9].*", block, re.M) for block in report.split("\n\n") if " leak of " in block]
     first = [[f for f in stack if "libsanitizer" not in f][:1] for stack in frames]
     return [f[0] for f in first if f and re.search(r"\.(?:cu|cuh|h|cpp):\d+$", f[0])]
@@ -355,8 +355,8 @@ def own_leaks(report):
 
 @pytest.mark.parametrize("ranks,stage", [(1, 0), (2, 3)])
 def test_no_leak(folder, ranks, stage):
-    """Three steps with a save and a validation, and going on from there, in a build with sanitizers: nothing is lost,
-    no address is wrong, no behaviour undefined. make DEVICE=cpu SANITIZE=1"""
+    """Three steps with a save and a validation, and a resume, in a build with sanitizers: no leak, no bad address, no
+    undefined behaviour. make DEVICE=cpu SANITIZE=1"""
     args = flags(folder, "-z", stage, "--eval-batches", 2, "--save-every", 2)
     clean = {"LSAN_OPTIONS": "exitcode=0", **ONE_THREAD}
     run = train_gpt(*args, "-n", 3, ranks=ranks, device="sanitize", out=folder / "run", **clean)

@@ -1,5 +1,4 @@
-"""Hugging Face folders in and out: what is read into memory, what is written, and files that are not as they should be.
-"""
+"""Hugging Face folders: memory of reading, exports, and damaged files."""
 import json
 import re
 import sys
@@ -24,7 +23,7 @@ def tiny_llama(folder, **more):
 
 
 # ---- memory of an import ----------------------------------------------------------------------------------------
-# Runs a program and says what it has had in memory at most; small itself, since a child starts at its parent's size.
+# Runs a program and prints its peak memory; small itself, since a child starts at its parent's size.
 PEAK = ("import os, sys\npid = os.fork()\nif pid == 0: os.execv(sys.argv[1], sys.argv[1:])\n"
         "_, status, usage = os.wait4(pid, 0)\nos.write(2, b'peak %d\\n' % usage.ru_maxrss)\n"
         "sys.exit(os.waitstatus_to_exitcode(status))")
@@ -122,7 +121,7 @@ def test_export_in_several_files(tmp_path, stage, ranks):
 
 @pytest.mark.parametrize("stage,ranks", [(0, 1), (2, 2), (3, 3)])
 def test_export_of_a_checkpoint(tmp_path, stage, ranks):
-    """In bf16 training it is the fp32 master that is kept and exported."""
+    """In bf16 training the fp32 master is saved and exported."""
     model = tiny_llama(tmp_path / "model")
     shard_write(tmp_path / "data" / "train_000000.bin", init.tokens(8 * 16 + 1, 61, 1), 61)
     run = train_gpt("-m", model, "-d", tmp_path / "data", "-z", stage, "-b", 1, "-n", 2, "-t", 16, "-p", "bf16", *QUIET,
@@ -144,7 +143,7 @@ def test_export_flags(tmp_path):
         assert run.code == 2 and "--export" in run.err
 
 
-# ---- files that are not as they should be -----------------------------------------------------------------------
+# ---- damaged files ----------------------------------------------------------------------------------------------
 def header_of(data):
     size = int.from_bytes(data[:8], "little")
     return json.loads(data[8:8 + size]), data[8 + size:]

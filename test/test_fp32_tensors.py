@@ -1,7 +1,7 @@
-"""--fp32-tensors: some tensors of a 16-bit model are kept in fp32, whatever the others are kept in.
+"""--fp32-tensors: some tensors of a 16-bit model are stored in fp32.
 
-What products read of them is rounded as beside an fp32 master, so where only products read them all bits must be those
-of the run without the flag. Norms and lookups read them as they are.
+GEMMs read them rounded, as with an fp32 master, so if only GEMMs read them all bits must be those of the run without the
+flag. Norms and lookups read them in fp32.
 """
 import re
 import struct
@@ -32,7 +32,7 @@ def is_whole(tensor):
                           for row in [("bf16", "adamw"), ("bf16", "lamb"), ("bf16", "muon"), ("fp16", "adamw")]
                           if device == "cpu" or row[1] == "muon"])
 def test_bits_of_a_master(tmp_path, device, precision, optimizer):
-    """Read by products alone: weights, moments and losses of the run beside an fp32 master. In LAMB the 42 tensors are
+    """Read by GEMMs alone: weights, moments and losses of the run with an fp32 master. In LAMB the 42 tensors are
     more than one launch takes, in Muon most are hidden matrices, without a v."""
     args = [*bf16(tmp_path, precision=precision), *batch(1, 2, 4), "--optimizer", optimizer, "--clip", 0]
     whole = train_gpt(*args, device=device, out=tmp_path / "whole")
@@ -85,7 +85,7 @@ def test_storage(tmp_path, device):
 
 
 def test_resume(tmp_path):
-    """Stopped and gone on with, the same bits; out of the flag and into it, close. An export has what was saved."""
+    """Stopped and resumed, the same bits; with the flag turned on or off, close. An export has the saved weights."""
     args = [*bf16(tmp_path, "llama", 6), *batch(2, 2, 4), "-z", 3, "--save-every", 3]
     chosen = ["--fp32-tensors", READ_IN_FP32["llama"]]
     whole = train_gpt(*args, *chosen, ranks=2, out=tmp_path / "whole")

@@ -98,7 +98,7 @@ def test_setting_counts(tmp_path, change):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks,stage,micro_batch", [(1, 0, 2), (1, 0, 3), (3, 2, 1), (2, 3, 1)])
 def test_eval(tmp_path, device, name, ranks, stage, micro_batch):
-    """Loss and perplexity per token, and per word and byte where the shard says how many there are."""
+    """Loss and perplexity per token, and per word and byte if the shard has their number."""
     losses = safetensors_read(GOLDEN / f"families_{name}.safetensors")["losses"].astype(np.float64)
     data, tokens = golden_data(tmp_path / "data", 61), B * T + 1
     shard = bytearray((data / "train_000000.bin").read_bytes())
@@ -127,7 +127,7 @@ def test_presets(preset):
 
 @pytest.mark.parametrize("ranks,stage,family", [(1, 0, "llama"), (4, 2, "llama"), (1, 0, "gpt2"), (2, 1, "gpt2")])
 def test_overfit(tmp_path, ranks, stage, family):
-    """One batch of 4 x 64 tokens learnt by heart, in LLaMA with grouped keys and values."""
+    """Overfits one batch of 4 x 64 tokens, in LLaMA with grouped keys and values."""
     config = llama_config(97, 64, 64, L=2, NH=4, F=128, num_key_value_heads=1, tie_word_embeddings=False)
     if family == "gpt2":
         config = gpt2_config(97, 64, 64, L=2, NH=4)
@@ -155,7 +155,7 @@ def test_overfit_16_bit(tmp_path, device, precision, family):
 
 
 def test_resume_and_stages(tmp_path, device):
-    """Joined tensors are cut by ranks like any other: stages and rank counts agree, a stopped run goes on in bits."""
+    """Joined tensors are cut by ranks like any other: stages and rank counts agree, a resumed run has equal bits."""
     model, data = golden_model(tmp_path / "model", "gqa"), golden_data(tmp_path / "data", 61, 8)
     flags = ["-m", model, "-d", data, "-t", T, "-n", 6, "-l", 1e-3, *QUIET]
     one = train_gpt(*flags, "-b", 6, "--save-every", 3, device=device, out=tmp_path / "one")
@@ -337,7 +337,7 @@ def test_bad_prompts(tmp_path, line, complaint):
 
 
 def test_past_the_context(tmp_path):
-    """A full context goes on from its second half; nothing ends, nothing is read past it."""
+    """A full context continues from its second half; nothing ends, nothing is read past it."""
     model = golden_model(tmp_path / "model", "gqa")
     lines = continue_prompts(model, tmp_path, [{"ids": list(range(1, 61))}, {"ids": [3]}], "-t", 32)
     assert [len(line["ids"]) for line in lines] == [64, 64]

@@ -56,7 +56,7 @@ def test_memory_is_as_planned(tmp_path, ranks, stage, model, micro_batch, seq_le
 
 
 def test_plan_for_other_machines(folder):
-    """--plan needs no memory of that size and starts nothing."""
+    """--plan needs no memory of that size and does not train."""
     run = train_gpt("--plan", "-m", "gpt2-xl", "-d", folder / "data", "-z", 2, "-b", 8, "--ranks", 8)
     assert planned_mib(run.out)["device"] > 5000
     assert "step 1/" not in run.out
@@ -227,7 +227,7 @@ def test_help_and_version():
 
 
 def test_report(tmp_path):
-    """--report has a row for all that a run stands on; what is missing is said with what to do."""
+    """--report has a row for everything that a run needs; of what is missing it says how to fix it."""
     run = train_gpt("--report", cwd=tmp_path, PATH=f"{tmp_path}:/usr/bin:/bin")
     rows = {line.split()[0]: line for line in run.out.splitlines() if not line.startswith(" ")}
     for name in ("train_gpt", "precisions", "CPU", "SIMD", "memory", "/dev/shm", "MPI", "NCCL", "BLAS", "text", "CUDA"):

@@ -1,5 +1,5 @@
 /* test_nccl.cu: every collective, type and operation, in place and not, odd counts, groups, several communicators and
- * streams, bytes sent, and what ranks that disagree are told.
+ * streams, bytes sent, and messages if ranks disagree.
  *   ./test_nccl                  runs itself under $MPIRUN with 1 to 4 ranks, then with planted mistakes
  *   mpirun -np R ./test_nccl     the tests with R ranks */
 #include <cmath>

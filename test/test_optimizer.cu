@@ -1,11 +1,11 @@
 /* test_optimizer.cu: steps of an optimizer on given gradients, at any stage and number of ranks; test_optimizer.py runs
- * it and knows what must come out.
+ * it and compares the results.
  *   test_optimizer FOLDER FLAGS...   reads FOLDER/params.bin (P) and FOLDER/grads.bin (steps,P), writes FOLDER/out.bin
  * All fp32, tensors one after another. Each rank adds a share of its own of every gradient. */
 #include "run/run.cuh"
 
-/* Two embeddings' worth of nothing in particular: a padded matrix, a unit of hidden ones in both layouts, q k v side by
- * side, vectors, and a last unit that is smaller than the alignment. */
+/* Tensors of all kinds: a padded matrix, a unit of hidden ones in both layouts, q k v side by side, vectors, and a last
+ * unit that is smaller than the alignment. */
 static const struct { const char* name; size_t rows, cols, padded_rows; int unit; } tensor_rows[] = {
     {"wte.weight", 37, 8, 40, 0},
     {"h.qkv.weight", 16, 72, 16, 1},
@@ -89,7 +89,7 @@ static void step(Zero* z, const Run* run, const float* grads, float share, float
     CUDA_CHECK(cudaStreamSynchronize(z->compute));
 }
 
-/* Each rank its slices. */
+/* Each rank writes its slices. */
 static void save_params(Zero* z, const char* folder, float* scratch)
 {
     char path[4200];
@@ -148,7 +148,7 @@ int main(int argc, char** argv)
     config.num_visits = NUM_UNITS;
     Zero* z = &run->zero;
     zero_plan(z, &run->plan, shard, &run->comm, &config);
-    plan_add_bytes(&run->plan, "workspace of the matrix products", Place::DEVICE, matmul_workspace_bytes(), nullptr);
+    plan_add_bytes(&run->plan, "GEMM workspace", Place::DEVICE, matmul_workspace_bytes(), nullptr);
     plan_allocate(&run->plan);
     zero_start(z);
     load_params(z, params);

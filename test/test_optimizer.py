@@ -1,5 +1,5 @@
-"""Optimizers, schedules and groups of rates against plain NumPy in double: 50 steps on given gradients at every stage
-and on 1 to 4 ranks, the same against torch.optim (a kept file), bytes and memory as planned, checkpoints."""
+"""Optimizers, schedules and parameter groups against plain NumPy in double: 50 steps on given gradients at every stage
+and on 1 to 4 ranks, the same against torch.optim (a golden file), bytes and memory as planned, checkpoints."""
 import collections
 import functools
 import itertools
@@ -189,7 +189,7 @@ def test_against_numpy(tmp_path, device, name, ranks, stage, truth):
     ours, said = run(tmp_path, device, ranks, "--optimizer", name, "-l", LR, "-z", stage, *CASES.get(name, [[]])[0])
     assert_same(ours, params)
     assert set(ROWS["--optimizer"][name].split("|")[1].split()) == set().union(*states.values())
-    kept, elems = (int(said.split()[i]) for i in (-4, -1))          # bytes are held by the program itself
+    kept, elems = (int(said.split()[i]) for i in (-4, -1))          # the program itself checks bytes
     least, most = (count(map(len, states.values())) * elems for count in (min, max))
     assert kept == most if least == most else least < kept < most
 
@@ -298,7 +298,7 @@ def test_schedules(tmp_path, tiny, name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_eps(tmp_path, tiny, name):
-    """Where no gradient is, as in padding, nothing is divided by nothing."""
+    """Where the gradient is 0, as in padding, 0 is not divided by 0."""
     done = train_gpt(*tiny, "-n", 3, "--optimizer", name, "--eps", 0, out=tmp_path)
     assert len(done.series("loss")) == 3 and all(map(math.isfinite, done.series("loss")))
     assert done.series("skipped") == [0, 0, 0]
@@ -316,7 +316,7 @@ def test_resume_past_the_end(tmp_path, tiny, name):
 # ---- checkpoints ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_resume(tmp_path, tiny, name):
-    """A file has what the optimizer keeps, no more; another rank count and stage go on with the same numbers."""
+    """A file has the optimizer's states, no more; another rank count and stage resume with the same numbers."""
     flags = [*tiny, "-n", 6, "--warmup", 2, "--optimizer", name]
     whole = train_gpt(*flags, "--save-every", 3, out=tmp_path / "run")
     header = safetensors_header(whole.checkpoint(3) / "optimizer.safetensors")

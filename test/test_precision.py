@@ -1,7 +1,7 @@
-"""What the optimizer keeps, and how: masters whole, split or none, moments in bf16.
+"""Storage of the optimizer: master weights whole, split or none, moments in bf16.
 
-Training is that of test_zero.py's model. What is exact must have equal bits, what is rounded at random must be right on
-average and must not depend on ranks and stages.
+Training is that of test_zero.py's model. Exact storage must give equal bits; stochastic rounding must be right on average
+and must not depend on ranks and stages.
 """
 import re
 
@@ -37,7 +37,7 @@ def test_split_master(tmp_path, device, stage, ranks):
 
 @pytest.fixture(scope="module", params=DEVICES)
 def three_steps(request, tmp_path_factory):
-    """A checkpoint with weights and moments that are not round, and the data it was made from."""
+    """A checkpoint with weights and moments that bf16 cannot represent, and its data."""
     folder = tmp_path_factory.mktemp("three")
     run = train_gpt(*bf16(folder, 3), *batch(1, sequences=12), device=request.param, out=folder / "run")
     run.device, run.data, run.saved = request.param, folder / "data", run.checkpoint(3)
@@ -45,7 +45,7 @@ def three_steps(request, tmp_path_factory):
 
 
 def decay_only(run, folder, ranks, stage, flags, steps=8):
-    """Goes on with gradients clipped to 0: only decay moves weights and moments, the same for every layout."""
+    """Resumes with gradients clipped to 0: only decay changes weights and moments, the same for every layout."""
     return train_gpt("--resume", run.saved, "-d", run.data, "-p", "bf16", "-n", 3 + steps, "--batch", 12, "-b", 1, "-z",
                      stage, "--clip", 1e-60, "-l", 1e-5, "--weight-decay", 30, "--schedule", "constant",
                      "--sample-tokens", 0, *flags,
@@ -139,7 +139,7 @@ def fp32_gradients(tmp_path_factory):
 def test_short_gradients(tmp_path, fp32_gradients, stage, flags):
     """Summed or sent in 16 bits: other numbers, near those of fp32 sums; bytes as planned, half where 16 are sent."""
     if not FULL and (SHORT.index(flags) + stage) % 2:
-        pytest.skip("half of the product; --full runs all")
+        pytest.skip("half of the combinations; --full runs all")
     run = train_gpt(*bf16(tmp_path, 6), *batch(3), "-z", stage, *flags, ranks=3, out=tmp_path / "run", verbose=True)
     full = fp32_gradients(stage)
     assert run.series("loss") != full.series("loss")
@@ -165,7 +165,7 @@ def test_short_gradients_have_no_order(tmp_path, device, precision, flags):
 
 
 def test_fp16_gradients_overflow(tmp_path):
-    """Kept in fp16 they overflow at a scale that fp32 sums bear, and the scaler answers."""
+    """Accumulated in fp16 they overflow at a scale at which fp32 sums do not, and the loss scale falls."""
     args = [*start(tmp_path, steps=6), *batch(2), "-p", "fp16", "--initial-scale-power", 18]
     kept = [train_gpt(*args, "--grad-dtype", dtype, "-z", 2, ranks=2, out=tmp_path / dtype)
             for dtype in ("fp32", "fp16")]

@@ -49,7 +49,7 @@ def test_ranks(tmp_path, flags, whole, ranks, stage):
 
 
 def test_epoch(tmp_path, flags):
-    """An epoch ends where its windows end: more steps than without the ramp, every window once."""
+    """An epoch uses every window once: more steps than without the ramp."""
     run = train_gpt(*flags, "--batch-ramp", "2:4", "-b", 2, "-g", 4, "--epochs", 1, out=tmp_path)
     windows = (3000 - 1) // 32
     assert sum(run.series("tokens")) == 32 * windows

@@ -1,8 +1,7 @@
-"""A table of bad inputs: what is said, word for word, and the exit code, on one rank and on two.
+"""A table of bad inputs: the whole message and the exit code, on one rank and on two.
 
-Each row spoils one thing of a run that works. {d} stands for the folder of the files, {n} for a number of MiB. The
-rows run several at a time; none may hang, change a file or start to train. A sentence with the number of ranks in it
-has two forms.
+Each row breaks one thing of a run that works. {d} is the folder of the files, {n} a number of MiB. Rows run several at a
+time; none may hang, change a file or start to train. A message with the number of ranks has two forms.
 """
 import json
 import re
@@ -33,7 +32,7 @@ def refuse(sentence, spoil, *words):
     return Row(1, sentence, words, spoil)
 
 
-# ---- what a row does to the folder --------------------------------------------------------------------------------
+# ---- changes to the folder ----------------------------------------------------------------------------------------
 def put(name, content):
     def spoil(folder):
         path = folder / name
@@ -162,7 +161,7 @@ ROWS = [
     usage("--hysteresis is for -p fp16: leave it out", "--hysteresis", 3),
     usage("--gpu goes with --plan; a run takes the GPU that is here", "--gpu", "h100"),
     usage("--ranks goes with --plan; a run takes its ranks from mpirun -np", "--ranks", 4),
-    usage("-n and --epochs both say where the run ends: give one", "-n", 2, "--epochs", 1),
+    usage("-n and --epochs both set where the run ends: give one", "-n", 2, "--epochs", 1),
     usage("--plan, --bench, --eval, --choices, --generate, --prompts and --export are different modes: give one",
           "--plan", "--eval"),
     usage("--elastic goes with --resume: it keeps a checkpoint's batch", "--elastic"),
@@ -444,12 +443,12 @@ def said(row, folder, ranks):
 
 
 def name_of(row):
-    """Of a row, for `pytest -k`: how its sentence begins."""
+    """The name of a row for `pytest -k`: the beginning of its message."""
     sentence = row.sentence if isinstance(row.sentence, str) else row.sentence[0]
     return "-".join(re.findall(r"[\w.]+", sentence.replace("{d}", "")))[:50]
 
 
-# What the command line alone is refused for is refused before ranks meet: with two of them, every fourth row.
+# Usage errors are found before MPI starts: on two ranks only every fourth of those rows.
 CASES = [(ranks, row) for ranks in (1, 2) for i, row in enumerate(ROWS)
          if FULL or ranks == 1 or row.code == 1 or i % 4 == 0]
 

@@ -1,4 +1,4 @@
-"""What people look at: the page of report.py in a browser, the pictures, TensorBoard's files, the live view."""
+"""Reports: the page of report.py in a browser, the pictures, TensorBoard's files, the live view."""
 import html
 import json
 import math

@@ -34,7 +34,7 @@ def check(out, run, perplexities):
 def test_wikitext103(tmp_path):
     run = script("scripts/run_gpt2_medium_wikitext103.sh", "--dry", "--out", tmp_path, "--", "-l", "1e-3")
     check(tmp_path, run, 2)
-    assert "--lr=1e-3" in run.stdout and "--lr=5e-5" not in run.stdout      # what stands behind -- overrides
+    assert "--lr=1e-3" in run.stdout and "--lr=5e-5" not in run.stdout      # flags after -- override
     assert "dropout 0.1 of embeddings and branches, 0.1 of attention probabilities" in run.stdout
     before, after = weights(tmp_path / "model"), weights(tmp_path / "step_00000006")
     assert any((before[name] != after[name]).any() for name in before)
@@ -60,7 +60,7 @@ def test_124m_on_hosts(tmp_path):
 
 
 def test_llama_1b_under_slurm(tmp_path):
-    """srun is stood in for by a script that starts the ranks with mpirun."""
+    """A script that starts the ranks with mpirun replaces srun."""
     stub = tmp_path / "bin" / "srun"
     stub.parent.mkdir()
     stub.write_text('#!/bin/bash\n[ "$1" = --mpi=pmix ] && [ "$2" = --ntasks=2 ] || exit 3\nshift 3\n'
@@ -94,7 +94,7 @@ def test_refused(tmp_path, words, complaint):
 @pytest.mark.parametrize("name", ["gpt2_medium_wikitext103", "gpt2_medium_wikitext2", "gpt2_124m", "llama_1b",
                                   "llama3_8b_finetune"])
 def test_header_states_the_run(name):
-    """--help says what a run costs and what it is held against, and prints the options."""
+    """--help prints a run's cost and reference, and the options."""
     text = script(f"scripts/run_{name}.sh", "--help").stdout
     for word in ("recipe", "work", "FLOP", "hours", "H100", "A100", "reference", "--from-scratch", "--dry"):
         assert word in text, word

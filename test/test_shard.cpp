@@ -1,8 +1,8 @@
 /* test_shard.cpp: who owns which element, for every number of ranks from 1 to 64; and which collective the watchdog
  * takes for the oldest. No GPU, no MPI.
  * For random tables of tensors: the slices of a unit tile it; the parts of a tensor in the slices tile the tensor, in
- * order; packed places of different units do not overlap and fill num_elems / R; logical places depend neither on R nor
- * on what is kept in fp32, which is all in unit 0. */
+ * order; packed slices of different units do not overlap and fill num_elems / R; logical_first depends neither on R nor
+ * on which tensors are stored in fp32; those are all in unit 0. */
 #include "zero/shard.h"
 #include "zero/watchdog.h"
 

@@ -1,4 +1,4 @@
-"""What one block moves through memory in a training step outside of matrix products and attention, counted by the
+"""What one block moves through memory in a training step outside of GEMMs and attention, counted by the
 checked emulator on the way through the whole program: bytes that each kernel reads and writes, each byte once per block
 of threads (what a block reads again comes from L1). The difference of one layer more is a block's, the difference of
 more rows is what a row costs; what does not grow with the rows, partial sums of the norms' weight gradients, is shared
@@ -15,8 +15,8 @@ ROWS, ROWS_OF_BATCH = 512, 16384                     # from 512 rows on the norm
 CONFIGS = {"gpt2": gpt2_config, "llama": lambda *args, **kw: llama_config(*args, F=F_LLAMA, **kw)}
 APART = {"products": r"cublasLt", "attention": r"attention_", "at the start": r"cudaMemset$|cudaMemcpy",
          "once a step": r"adamw|global_norm|step_state|state_hash|cudaMemsetAsync"}
-# Elements a row: two norms that add (4 C), their backwards (4 C). LLaMA: q and k turned in place, forward and backward
-# (2 * 2 C each); SwiGLU on F, 3 F and 5 F. GELU and biases are parts of the products.
+# Elements a row: two norms that add (4 C), their backwards (4 C). LLaMA: q and k rotated in place, forward and backward
+# (2 * 2 C each); SwiGLU on F, 3 F and 5 F. GELU and biases are parts of the GEMMs.
 IDEAL = {"gpt2": 16 * C, "llama": (16 + 8) * C + 8 * F_LLAMA}
 BOUND = {"gpt2": 22 * C, "llama": 1.1 * IDEAL["llama"]}
 

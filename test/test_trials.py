@@ -1,4 +1,4 @@
-"""Hand-computed trials: tiny models whose losses, gradients and updates are known on paper.
+"""Hand-computed trials: tiny models whose losses, gradients and updates are derived by hand.
 
 Z   zero-weight model: the loss is ln V, only column 0 of wte has a gradient
 Z2  two windows, over ranks and micro-steps: means, not sums, not one rank's share
@@ -40,7 +40,7 @@ def device(request):
 
 
 def zero_model(folder, V, C, T, wte=None, ln_f_bias=(), ln_f_weight=0.0):
-    """All tensors 0 but the weights of ln_1 and ln_2, and what is asked for."""
+    """All tensors 0 but the weights of ln_1 and ln_2, and those given."""
     config = gpt2_config(V, C, T)
     tensors = {name: np.zeros(shape, np.float32) for name, shape in init.gpt2_shapes(config).items()}
     tensors["transformer.h.0.ln_1.weight"][:] = 1
@@ -116,7 +116,7 @@ def test_e(tmp_path, device, stage, ranks, clip, expected):
 
 
 def model_w(tmp_path):
-    """On paper every gradient is 0. In fp32 the gradient of ln_f.bias, a sum of V terms that cancel, is exactly 0 only
+    """Every gradient is mathematically 0. In fp32 the gradient of ln_f.bias, a sum of V terms that cancel, is exactly 0 only
     while the weights are powers of two; after that it is rounding noise of 1e-8, which Adam at eps 1e-8 would turn into
     full steps. So W runs at eps 1, which no number of the trial depends on."""
     config = gpt2_config(4, 4, 4)

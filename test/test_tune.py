@@ -1,5 +1,5 @@
-"""--tune in the emulated build, whose cuBLASLt offers algorithms that sum in other orders. EMU_FAST_ALGO=n makes the
-others slow, so that the n-th is chosen: what has the bits of the n-th has used it."""
+"""--tune in the emulated build, whose cuBLASLt offers algorithms that sum in different orders. EMU_FAST_ALGO=n makes the
+others slow, so that the n-th is chosen, which shows in the bits."""
 import json
 import re
 
@@ -33,7 +33,7 @@ def state_hash(r):
 
 
 def counts(r):
-    """Products measured, from the cache, as recorded, and not the first choice."""
+    """Numbers of GEMMs: measured, from the cache, as recorded, and not the first choice."""
     found = re.search(r"^tune    \d+ GEMMs: (\d+) measured, (\d+) from \S+, (\d+) as recorded \| for (\d+) another",
                       r.out, re.M)
     return tuple(map(int, found.groups()))

@@ -1,6 +1,6 @@
 """ZeRO: the same numbers at every stage, rank count, bucket size and order of streams; bytes as planned; 16 bits.
 
-The reference is one rank at stage 0. CI runs a pairwise set of the product (conftest.py), TRAIN_GPT_FULL=1 all of it.
+The reference is one rank at stage 0. CI runs a pairwise set of settings (conftest.py), TRAIN_GPT_FULL=1 all of them.
 """
 import itertools
 import json
@@ -51,7 +51,7 @@ def device(request):
 
 @pytest.fixture(scope="module")
 def one_rank(device, tmp_path_factory):
-    """{number of ranks: the same sequences on one rank at stage 0}, made when asked for."""
+    """{number of ranks: the same sequences on one rank at stage 0}, run on first use."""
     runs = {}
 
     def get(ranks):
@@ -90,7 +90,7 @@ def test_reduce_once(tmp_path, device, stage):
 
 
 def product(**options):
-    """The product of settings, of which CI runs a pairwise set."""
+    """All combinations of settings; CI runs a pairwise set."""
     def mark(test):
         for name, values in (("stage", [0, 1, 2, 3]), ("ranks", RANKS), ("overlap", [0, 1]), ("bucket", BUCKETS)):
             test = pytest.mark.parametrize(name, values)(test)
@@ -132,7 +132,7 @@ def test_any_order_of_streams(tmp_path, in_order, stage, seed):
 
 
 def order_run(folder, stage, seed):
-    """With odd seeds all that the stage can keep in host memory is there."""
+    """With odd seeds everything that the stage can offload is in host memory."""
     offloaded = ",".join(OFFLOADED[:stage + 1] if seed % 2 else OFFLOADED[:1])
     args = [*start(folder, gpt2_config(97, 8, 8, L=4, NH=1), 3), "-b", 1, "-g", 2, "-z", stage,
             "-r", "block", "--offload", offloaded]
@@ -398,7 +398,7 @@ MOVED = {"optimizer": ("optimizer states", "master weights", "master weights, lo
                           (1, 3, "optimizer", ["-p", "fp16", "--optimizer", "lion"])])
 def test_offload_to_the_end(tmp_path, device, stage, ranks, offloaded, flags):
     """States, gradients, parameters in host memory: the same bits, as many bytes there as were on the device; a
-    checkpoint goes on with and without."""
+    checkpoint resumes with and without offload."""
     if "-p" in flags and device == "cpu":
         pytest.skip("the kernels of 16 bits are another's")
     args = [*start(tmp_path, steps=4), *batch(ranks, 2), "-z", stage, *flags, "--save-every", 2, "--hash-every", 1]
@@ -585,7 +585,7 @@ def test_wire_within_the_table(tmp_path, stage, micro_steps, ranks, name):
 
 
 def test_plan_for_a_gpu(tmp_path):
-    """512 H100: figures for a machine that is not here; what does not fit is told what to change."""
+    """512 H100: figures for another machine; if it does not fit, the plan says what to change."""
     out = train_gpt("--plan", "-m", "llama3-8b", "--gpu", "h100", "--ranks", 512, "-z", 3, "-b", 1, "-t", 2048).out
     assert "H100" in out and "512 ranks" in out and "s a step" in out and re.search(r"^fits ", out, re.M)
     out = train_gpt("--plan", "-m", "llama3-8b", "--gpu", "h100", "--ranks", 8, "-b", 4, "-t", 2048).out
@@ -621,7 +621,7 @@ def test_last_rung():
 
 
 def test_ladder_to_the_letter(tmp_path):
-    """Where only host memory is left, the rung that fits trains as it stands, with the same losses, and says so."""
+    """If only offload is left, the setting that fits trains as printed, with the same losses."""
     args = start(tmp_path, gpt2_config(97, 64, 16, L=8, NH=4), 3)
     free = train_gpt(*args, "-b", 2, out=tmp_path / "free")
     refused = train_gpt(*args, "-b", 2, "--device-mb", 2, ok=False)
@@ -647,7 +647,7 @@ def test_budget_between_the_stages(tmp_path):
     assert_close(chosen, free)
 
 
-# ---- no hang, no doubt ---------------------------------------------------------------------------------------------
+# ---- hangs and corruption ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_deterministic(tmp_path, device, stage):
     """Sums in rank order: the same bits over repeats, overlap, buckets, recomputation, resume. Replicas agree."""

@@ -1,7 +1,7 @@
-"""util.py: what the black-box tests share: safetensors and token files, model folders, running train_gpt.
+"""util.py: helpers of the black-box tests: safetensors and token files, model folders, running train_gpt.
 
 Only NumPy and the standard library. The program under test is the build named by TRAIN_GPT_CPU, TRAIN_GPT_EMU or
-TRAIN_GPT_CUDA (scripts/test.sh sets them), else what lies in build/.
+TRAIN_GPT_CUDA (scripts/test.sh sets them), else the one in build/.
 """
 import itertools
 import json
@@ -18,8 +18,8 @@ FULL = os.environ.get("TRAIN_GPT_FULL") == "1"
 
 
 def pairwise(rows, values_of):
-    """Of rows, so many that each pair of values that a row has is in one that is taken: greedy. values_of(row) is
-    {axis: value}; of one axis each value is."""
+    """A pairwise set, chosen greedily: each pair of values that occurs in a row occurs in a chosen row. values_of(row) is
+    {axis: value}; with one axis each value is chosen."""
     cells = [list(values_of(row).items()) for row in rows]
     pairs = [set(itertools.combinations(row, min(2, len(row)))) for row in cells]
     open_pairs, chosen = set().union(*pairs), []
@@ -48,7 +48,7 @@ def built_devices():
 
 
 class Run:
-    """A finished train_gpt: exit code, what it said, its log and its run folder."""
+    """A finished train_gpt: exit code, output, log and run folder."""
 
     def __init__(self, process, out):
         self.code, self.out, self.err, self.folder = process.returncode, process.stdout, process.stderr, out
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def complaint(self):
-        """The lines in which the program refuses; mpirun's own words are not among them."""
+        """The program's error lines, without mpirun's own."""
         return [line for line in self.err.splitlines() if line.startswith("train_gpt: ")]
 
 
