@@ -173,7 +173,7 @@ enum FlagIdx { FLAGS(FLAG_ENUM, HEADING_ENUM) NUM_FLAGS };
 #define HEADING_ROW(name, title) {HEADING_##name, title},
 static const struct { int idx; const char* title; } flag_headings[] = { FLAGS(FLAG_NOTHING, HEADING_ROW) };
 
-typedef struct { const char* spelling; int idx; const char *value, *why; } FlagAlias;    // why the command line is refused
+typedef struct { const char* spelling; int idx; const char *value, *why; } FlagAlias;    // why: it is refused
 #define ALIAS_ROW(spelling, field, value) {spelling, FLAG_##field, value, nullptr},
 #define REFUSED_ROW(spelling, why) {spelling, -1, nullptr, why},
 static const FlagAlias flag_aliases[] = { FLAG_ALIASES(ALIAS_ROW, REFUSED_ROW) };

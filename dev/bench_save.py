@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""bench_save.py: the cost of checkpoints to training: GPT-2 124M, B=4, T=64, fp32, one rank on all cores of this machine.
+"""bench_save.py: the cost of checkpoints to training: GPT-2 124M, B=4, T=64, fp32, one rank on all cores of this
+machine.
 
-One run saves at every 20th step. The 10 steps during a save are compared with the 10 steps after it, in wall time and in
-CPU time of all threads, so that drift of the machine matters little, and other load even less in CPU time. The program's
-own counts are printed too: how long training waited, and the CPU time of the saving threads. The cost of a save is given
-as a share of 20 steps without one.
+One run saves at every 20th step. The 10 steps during a save are compared with the 10 steps after it, in wall time and
+in CPU time of all threads, so that drift of the machine matters little, and other load even less in CPU time. The
+program's own counts are printed too: how long training waited, and the CPU time of the saving threads. The cost of a
+save is given as a share of 20 steps without one.
     dev/bench_save.py [NUM_SAVES]      default 4: 100 steps, about 2 minutes on two quiet cores
 """
 import os
@@ -29,7 +30,8 @@ def cpu_seconds(pid):
 
 
 def step_times(folder, num_steps):
-    """(wall, CPU) seconds at the end of each step, and the program's counts of each save, whose lines are printed too."""
+    """(wall, CPU) seconds at the end of each step, and the program's counts of each save, whose lines are printed
+    too."""
     command = [util.binary("cpu"), "-m", "gpt2", "-d", folder / "data", "-b", 4, "-t", 64, "-n", num_steps,
                "--save-every", 2 * WINDOW, "--keep", 1, "-o", folder / "run", "--sample-tokens", 0]
     times, counted = {}, []

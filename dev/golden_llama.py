@@ -9,8 +9,8 @@ families_NAME.safetensors  of one batch: logits (B,T,V), losses (B,T), and grad.
 families_text.json         greedy continuations of a few prompts, as token ids
 families_bf16.safetensors  weights rounded to bf16: NAME.truth, logits in fp64 as above, and NAME.plain, those of
                            transformers in bf16. far.*: one block of rotary attention at positions 3, 257 and 2047
-Weights are init.random_weights(), tokens init.tokens(). Computed in fp64 as far as transformers supports it (its RMSNorm
-and its rotary table are always fp32), rounded to fp32.
+Weights are init.random_weights(), tokens init.tokens(). Computed in fp64 as far as transformers supports it (its
+RMSNorm and its rotary table are always fp32), rounded to fp32.
 """
 import json
 import pathlib

@@ -54,8 +54,6 @@ DECLARED_AHEAD = {("kernels/cpu/runtime_shared.h", "default_budget_bytes"),
 # Our enumerators, E::NAME or NAME. NVIDIA's libraries may return values that their headers do not have.
 ENUM_LABEL = re.compile(r"\bcase\s+(?:\w+::\w+|(?!CUBLAS|CUDA)[A-Z][A-Z0-9_]{2,})\s*:(?!:)")
 
-WORDS_ARE_ERRORS = True
-
 problems = []
 
 
@@ -181,8 +179,8 @@ def order(graph):
 
 
 def check_declarations(code_of):
-    """code_of: {file: its lines without comments}. A function is declared only in the file that defines it, or in a part
-    of that file."""
+    """code_of: {file: its lines without comments}. A function is declared only in the file that defines it, or in a
+    part of that file."""
     whole_of, defined = {}, {}
     for name, code in code_of.items():
         part = PART_OF.match((ROOT / name).read_text())
@@ -234,56 +232,69 @@ def check_script(path, text):
 
 
 # ---- words ------------------------------------------------------------------------------------------------------
-def strings_and_comments(lines):
-    """The insides of C strings, and the comments, of a file."""
-    pattern = re.compile(r'(//[^\n]*|/\*.*?\*/)|"((?:\\.|[^"\\\n])*)"|\'(?:\\.|[^\'\\\n])*\'', re.S)
-    found = pattern.findall("\n".join(lines))
-    return "\n".join(string for _, string in found), "\n".join(comment for comment, _ in found)
+COMMENT_OR_STRING = re.compile(r'(?P<comment>//[^\n]*|/\*.*?\*/)|(?P<string>"(?:\\.|[^"\\\n])*")'
+                               r"|'(?:\\.|[^'\\\n])*'", re.S)
+SCRIPT_COMMENT = re.compile(r'(?P<comment>#[^!\n]*|""".*?""")', re.S)
 
 
-def text_by_place(files):
-    """{place: text}: pages, --help, messages, comments."""
-    places = {}
-
-    def put(place, text):
-        places[place] = places.get(place, "") + "\n" + text
-
-    for path in files:
-        name, lines = str(path.relative_to(ROOT)), path.read_text().split("\n")
-        if name in ("README.md", "CHANGELOG.md"):
-            put(name, "\n".join(lines))
-        elif name.startswith("docs/"):
-            put("docs/", "\n".join(lines))
-        elif path.suffix in C_SUFFIXES and not name.startswith("test/"):
-            strings, comments = strings_and_comments(lines)
-            put("--help" if name == "data/flags.h" else "messages", strings)
-            put("comments", comments)
-        elif path.suffix in (".py", ".sh", "") and not name.startswith("test/") and name != "dev/lint.py":
-            put("comments", "\n".join(re.findall(r'#[^!\n]*|""".*?"""', "\n".join(lines), re.S)))
-    return places
+def only(kind, pattern, text):
+    """The text with all but one kind of match blanked, no line moved."""
+    kept = list(re.sub(r"[^\n]", " ", text))
+    for match in pattern.finditer(text):
+        if match[kind] is not None:
+            kept[match.start():match.end()] = match[0]
+    return "".join(kept)
 
 
-def count_words(files):
-    """Prints a row for each retired word that occurs: how often in each place. Returns the sum."""
-    places = text_by_place(files)
-    total = 0
-    print(f"{'word':36}" + "".join(f"{place:>14}" for place in places))
+def texts_of(path):
+    """(place, text) of what a reader reads: pages, --help, messages, comments."""
+    name, text = str(path.relative_to(ROOT)), path.read_text()
+    if name in ("README.md", "CHANGELOG.md") or name.startswith("docs/"):
+        yield "docs/" if name.startswith("docs/") else name, text
+    elif name.startswith("test/") or name == "dev/lint.py":
+        return
+    elif path.suffix in C_SUFFIXES:
+        yield "--help" if name == "data/flags.h" else "messages", only("string", COMMENT_OR_STRING, text)
+        yield "comments", only("comment", COMMENT_OR_STRING, text)
+    elif path.suffix in (".py", ".sh", ""):
+        yield "comments", only("comment", SCRIPT_COMMENT, text)
+
+
+def retired_words():
+    """(pattern, what to say instead) of dev/words.txt."""
     for row in (ROOT / "dev/words.txt").read_text().splitlines():
-        if row.startswith("#") or not row.strip():
-            continue
-        pattern, _, instead = row.partition(" -> ")
-        counts = [len(re.findall(pattern.strip(), text, re.I)) for text in places.values()]
-        if sum(counts):
-            print(f"{pattern.strip()[:35]:36}" + "".join(f"{n or '-':>14}" for n in counts) + f"   {instead.strip()}")
-        total += sum(counts)
-    print(f"words: {total} retired ones")
-    return total
+        if row.strip() and not row.startswith("#"):
+            pattern, _, instead = row.partition(" -> ")
+            yield re.compile(pattern.strip(), re.I), instead.strip()
+
+
+def check_words(files):
+    """Complains about retired words. Returns {pattern: {place: how often}}, and the places."""
+    counts, places = {}, {}
+    retired = list(retired_words())
+    for path in files:
+        for place, text in texts_of(path):
+            places[place] = True
+            for pattern, instead in retired:
+                for match in pattern.finditer(text):
+                    complain(path, text.count("\n", 0, match.start()) + 1, f"'{match[0]}' is retired: {instead}")
+                    row = counts.setdefault(pattern.pattern, {})
+                    row[place] = row.get(place, 0) + 1
+    return counts, list(places)
+
+
+def print_words(files):
+    counts, places = check_words(files)
+    print(f"{'word':36}" + "".join(f"{place:>14}" for place in places))
+    for word, row in counts.items():
+        print(f"{word[:35]:36}" + "".join(f"{row.get(place, '-'):>14}" for place in places))
+    print(*problems, f"words: {len(problems)} retired ones", sep="\n")
 
 
 def main():
     files = [path for path in tracked_files() if path.suffix in TEXT_SUFFIXES or path.name == "Makefile"]
     if "--words" in sys.argv:
-        count_words(files)
+        print_words(files)
         return
     graph, code_of = {}, {}
     for path in files:
@@ -301,8 +312,7 @@ def main():
             check_enums(path, code)
             check_arrows(path, lines)
             graph[name], code_of[name] = list(includes_of(path, lines)), code
-    if WORDS_ARE_ERRORS and count_words(files) > 0:
-        problems.append("retired words: see above")
+    check_words(files)
     ordered = order(graph)
     check_declarations(code_of)
     if "--order" in sys.argv:

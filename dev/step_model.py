@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Estimated tokens per second by `--plan --auto` of a build with bf16, for models and numbers of GPUs. A projection from
-rates of single operations (model/step_time.cuh, docs/benchmarks.md), not measured.
+"""Estimated tokens per second by `--plan --auto` of a build with bf16, for models and numbers of GPUs. A projection
+from rates of single operations (model/step_time.cuh, docs/benchmarks.md), not measured.
 
   dev/step_model.py [PROGRAM]          default build/cpu/train_gpt; prints the table of docs/benchmarks.md
 """

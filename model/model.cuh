@@ -453,8 +453,8 @@ static double model_flops_per_token(const Config* c, int T)
 /* Where tensor t is in its unit. */
 static size_t tensor_offset(const Model* m, const Tensor* t) { return t->first - m->shard.units[t->unit].range.first; }
 
-/* Tensor `row` of a unit for which zero_params_begin has been called; null if the model has none. If stored in fp32, the
- * rounded copy that GEMMs read. */
+/* Tensor `row` of a unit for which zero_params_begin has been called; null if the model has none. If stored in fp32,
+ * the rounded copy that GEMMs read. */
 static floatX* model_param(const Model* m, int unit, int row)
 {
     const Tensor* t = unit_tensor(&m->shard, unit, row);

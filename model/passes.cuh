@@ -15,7 +15,8 @@
 #pragma once
 #include "model.cuh"
 
-/* The top block of each segment is where the backward recomputes the segment. The top segment is not: its activations are still stored. */
+/* The top block of each segment is where the backward recomputes the segment. The top segment is not: its activations
+ * are still stored. */
 static bool recomputes_segment(const Model* m, int layer)
 {
     if (m->recompute != Recompute::BLOCKS || layer == m->config.L - 1) return false;

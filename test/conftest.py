@@ -58,8 +58,8 @@ def axes_of(item):
 
 
 def without(items):
-    """Deselects, for tests marked pairwise(without=f), parameters for which f is true and those outside a pairwise set of
-    the rest."""
+    """Deselects, for tests marked pairwise(without=f), parameters for which f is true and those outside a pairwise set
+    of the rest."""
     products, left_out = {}, set()
     for item in items:
         mark = item.get_closest_marker("pairwise")

@@ -114,7 +114,8 @@ LARGE = gpt2_config(12000, 96, 24, L=1, NH=3)                   # 4.9 MB of weig
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_file_size_limit(tmp_path, ranks):
-    """A save that meets a limit is reported, leaves nothing partial and the earlier checkpoint whole; training continues."""
+    """A save that meets a limit is reported, leaves nothing partial and the earlier checkpoint whole; training
+    continues."""
     layout = ["-z", 1, "-b", 3 // ranks, "--save-every", 2]
     out = tmp_path / "run"
     train_gpt(*flags(tmp_path, 2, *layout, config=LARGE), ranks=ranks, out=out)

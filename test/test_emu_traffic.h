@@ -1,5 +1,5 @@
-/* test_emu_traffic.h: part of test_ops.cu in the checked build: test_ops --traffic. Counts what an op moves through memory
- * and compares it with the cost line of its header:
+/* test_emu_traffic.h: part of test_ops.cu in the checked build: test_ops --traffic. Counts what an op moves through
+ * memory and compares it with the cost line of its header:
  *   moved        bytes over the op's cost: each byte once per block, because what a block reads again comes from L1;
  *                tensors marked SMALL, which all blocks read, once per operation, because they stay in L2
  *   sectors      the fewest 32-byte sectors that hold what the warps asked for, over those they touched

@@ -213,8 +213,8 @@ def test_supervise(folder):
 
 @pytest.mark.parametrize("stops", ["before the first checkpoint", "after it"])
 def test_supervise_ramp(folder, stops):
-    """One of three ranks is killed, and the first batch of --batch-ramp does not divide over two: one rank continues, with
-    the same global batch. Two, given by hand, are refused with numbers."""
+    """One of three ranks is killed, and the first batch of --batch-ramp does not divide over two: one rank continues,
+    with the same global batch. Two, given by hand, are refused with numbers."""
     args = flags(folder, "-g", 4, "-n", 40, "--batch-ramp", "3:10", "--save-every", 30 if stops[0] == "b" else 10, "-z",
                  2, "--timeout", 20, micro_batch=1)
     out = supervise_with_a_loss(folder, args, "step_*0" if stops[0] == "a" else "run.json", 1)
@@ -277,8 +277,8 @@ def test_nonfinite_is_named(folder, ranks, stage):
 
 @pytest.mark.parametrize("ranks,stage", [(1, 0), (3, 2)])
 def test_good_checkpoint_stays(folder, ranks, stage):
-    """A NaN at a position that sequences reach at step 7, saved at every step with --keep 2: saves of skipped steps delete
-    no earlier checkpoint; a run resumes from the last good one."""
+    """A NaN at a position that sequences reach at step 7, saved at every step with --keep 2: saves of skipped steps
+    delete no earlier checkpoint; a run resumes from the last good one."""
     config = gpt2_config(V, 24, T, L=2, NH=3)
     tensors = init.gpt2_weights(config, 1)
     tensors["transformer.wpe.weight"][12] = np.nan
@@ -346,8 +346,8 @@ def test_no_page_faults(folder, ranks, stage):
 
 
 def own_leaks(report):
-    """The leaks in LeakSanitizer's report that our own code has allocated. Open MPI has leaks of its own, most of them in
-    libraries that are unloaded by then, so that they have no names."""
+    """The leaks in LeakSanitizer's report that our own code has allocated. Open MPI has leaks of its own, most of them
+    in libraries that are unloaded by then, so that they have no names."""
     frames = [re.findall(r"^\s+#[1-9].*", block, re.M) for block in report.split("\n\n") if " leak of " in block]
     first = [[f for f in stack if "libsanitizer" not in f][:1] for stack in frames]
     return [f[0] for f in first if f and re.search(r"\.(?:cu|cuh|h|cpp):\d+$", f[0])]

@@ -53,8 +53,8 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("stage,ranks", [(0, 1), (2, 2), (3, 4)])
 def test_memory(models, tmp_path, stage, ranks):
-    """Above what a model of no size takes: 1.2 times what a rank keeps, which at stage 3 is its slice and a double buffer of
-    blocks. A copy of a tensor, a file or the model in host memory would show."""
+    """Above what a model of no size takes: 1.2 times what a rank keeps, which at stage 3 is its slice and a double
+    buffer of blocks. A copy of a tensor, a file or the model in host memory would show."""
     (large, size_bytes), (small, _) = models
     share = size_bytes if stage < 3 else size_bytes / ranks + 2 * size_bytes / 12
     used, base = (peak_bytes(model, tmp_path / model.name, "-z", stage, ranks=ranks) for model in (large, small))

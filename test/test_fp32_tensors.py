@@ -1,7 +1,7 @@
 """--fp32-tensors: some tensors of a 16-bit model are stored in fp32.
 
-GEMMs read them rounded, as with an fp32 master, so if only GEMMs read them all bits must be those of the run without the
-flag. Norms and lookups read them in fp32.
+GEMMs read them rounded, as with an fp32 master, so if only GEMMs read them all bits must be those of the run without
+the flag. Norms and lookups read them in fp32.
 """
 import re
 import struct

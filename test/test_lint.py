@@ -1,5 +1,5 @@
 """Faults planted in a copy of the source: each is named, with file and line, by lint, by `make headers` or by the
-compiler; and what a pairwise set of a product covers."""
+compiler; and what a pairwise set covers."""
 import itertools
 import re
 import shutil
@@ -26,7 +26,7 @@ def tree(tmp_path_factory):
 
 
 class Planted:
-    """Changes of files of the tree; undo() makes all as it was."""
+    """Changes files of the tree; undo() restores them."""
 
     def __init__(self, tree):
         self.tree, self.before = tree, {}
@@ -56,7 +56,7 @@ def lint(tree):
 
 
 def compiler(tree, header):
-    """What `make headers` says of one header."""
+    """Exit code and errors of `make headers` for one header."""
     done = subprocess.run(["make", "-s", "DEVICE=cpu", f"build/headers/cpu/{header}"], cwd=tree, capture_output=True,
                           text=True, env=environment())
     return done.returncode, done.stderr.splitlines()
@@ -68,7 +68,7 @@ def test_nothing_planted(tree):
 
 
 INCLUDE = r"^#pragma once$"
-# What is planted where, and what lint says of it.
+# File, what is replaced by what, and the line that lint prints.
 FAULTS = {
     "up": ("model/shapes.cuh", INCLUDE, '#pragma once\n#include "run/rates.h"',
            r"model/shapes.cuh:\d+: model/ does not know run/rates.h"),
@@ -84,6 +84,11 @@ FAULTS = {
                 r"model/model.cuh:\d+: default in a switch over an enum"),
     "default-of-plain-enumerators": ("data/flags.h", r"^    case TEXT: case ONEOF: break;$", "    default: break;",
                                      r"data/flags.h:\d+: default in a switch over an enum"),
+    "word-in-comment": ("zero/plan.h", INCLUDE, "#pragma once\n/* A card. */", r"zero/plan.h:\d+: 'card' is retired: GPU"),
+    "word-in-message": ("zero/save.h", "is not on all hosts", "lies elsewhere",
+                        r"zero/save.h:\d+: 'lies' is retired: is stored, is located"),
+    "word-in-help": ("data/flags.h", '"print this list"', '"print all, estimated on paper"',
+                     r"data/flags.h:\d+: 'on paper' is retired: estimated"),
 }
 
 

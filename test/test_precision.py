@@ -1,7 +1,7 @@
 """Storage of the optimizer: master weights whole, split or none, moments in bf16.
 
-Training is that of test_zero.py's model. Exact storage must give equal bits; stochastic rounding must be right on average
-and must not depend on ranks and stages.
+Training is that of test_zero.py's model. Exact storage must give equal bits; stochastic rounding must be right on
+average and must not depend on ranks and stages.
 """
 import re
 
@@ -194,7 +194,8 @@ def test_zero_table_allocated(tmp_path, capsys):
             states = sum(rows.get(label, 0) for label in (
                 "parameters", "parameters, slice", "master weights", "gradients", "gradients, slice",
                 "optimizer states"))
-            beside = {k: v for k, v in rows.items() if any(word in k for word in ("double buffer", "persistent", "head", "fp32"))}
+            words = ("double buffer", "persistent", "head", "fp32")
+            beside = {k: v for k, v in rows.items() if any(word in k for word in words)}
             whole, sliced = whole_sliced(g, ranks)
             asked = (whole + sliced / ranks) * psi / mib
             kept_in_fp32 = g * (ends + 384) / mib if g == 2 and stage < 2 else 0    # beside, and in fp32

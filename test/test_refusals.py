@@ -1,7 +1,7 @@
 """A table of bad inputs: the whole message and the exit code, on one rank and on two.
 
-Each row breaks one thing of a run that works. {d} is the folder of the files, {n} a number of MiB. Rows run several at a
-time; none may hang, change a file or start to train. A message with the number of ranks has two forms.
+Each row breaks one thing of a run that works. {d} is the folder of the files, {n} a number of MiB. Rows run several at
+a time; none may hang, change a file or start to train. A message with the number of ranks has two forms.
 """
 import json
 import re

@@ -116,9 +116,9 @@ def test_e(tmp_path, device, stage, ranks, clip, expected):
 
 
 def model_w(tmp_path):
-    """Every gradient is mathematically 0. In fp32 the gradient of ln_f.bias, a sum of V terms that cancel, is exactly 0 only
-    while the weights are powers of two; after that it is rounding noise of 1e-8, which Adam at eps 1e-8 would turn into
-    full steps. So W runs at eps 1, which no number of the trial depends on."""
+    """Every gradient is mathematically 0. In fp32 the gradient of ln_f.bias, a sum of V terms that cancel, is exactly 0
+    only while the weights are powers of two; after that it is rounding noise of 1e-8, which Adam at eps 1e-8 would turn
+    into full steps. So W runs at eps 1, which no number of the trial depends on."""
     config = gpt2_config(4, 4, 4)
     tensors = {name: np.ones(shape, np.float32) for name, shape in init.gpt2_shapes(config).items()}
     tensors["transformer.ln_f.weight"][:] = 0

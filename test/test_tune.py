@@ -1,5 +1,5 @@
-"""--tune in the emulated build, whose cuBLASLt offers algorithms that sum in different orders. EMU_FAST_ALGO=n makes the
-others slow, so that the n-th is chosen, which shows in the bits."""
+"""--tune in the emulated build, whose cuBLASLt offers algorithms that sum in different orders. EMU_FAST_ALGO=n makes
+the others slow, so that the n-th is chosen, which shows in the bits."""
 import json
 import re
 

@@ -1,6 +1,7 @@
 """No host synchronization inside a step: no stream, event or device, no synchronous or pageable copy, no freed memory,
 and no call to other hosts. The host reads the result of a step when the next one is enqueued; that is the only
-synchronization of training. The CPU and emulated builds count such calls, even if there was nothing left to wait for."""
+synchronization of training. The CPU and emulated builds count such calls, even if there was nothing left to wait
+for."""
 import json
 import re
 

@@ -18,8 +18,8 @@ FULL = os.environ.get("TRAIN_GPT_FULL") == "1"
 
 
 def pairwise(rows, values_of):
-    """A pairwise set, chosen greedily: each pair of values that occurs in a row occurs in a chosen row. values_of(row) is
-    {axis: value}; with one axis each value is chosen."""
+    """A pairwise set, chosen greedily: each pair of values that occurs in a row occurs in a chosen row. values_of(row)
+    is {axis: value}; with one axis each value is chosen."""
     cells = [list(values_of(row).items()) for row in rows]
     pairs = [set(itertools.combinations(row, min(2, len(row)))) for row in cells]
     open_pairs, chosen = set().union(*pairs), []
@@ -119,7 +119,8 @@ def train_gpt(*args, ranks=1, device="cpu", out=None, ok=True, timeout=300, wrap
 def assert_sent_as_planned(run, steps):
     """Of a run with verbose=True on several ranks: what was sent is as expected, and steps sent what was planned."""
     sent, expected, in_steps, per_step = map(int, re.search(
-        r"sent\s+communication volume of rank 0: (\d+) bytes, expected (\d+); (\d+) in steps, planned per step (\d+)", run.out).groups())
+        r"sent\s+communication volume of rank 0: (\d+) bytes, expected (\d+); (\d+) in steps, planned per step (\d+)",
+        run.out).groups())
     assert sent == expected and in_steps == steps * per_step
 
 
