@@ -19,15 +19,19 @@ def rows(help_text, flag):
     return [re.match(r"  (\S+): (.*)", line).groups() for line in table.splitlines()]
 
 
+def code_flags(text):
+    return re.sub("--[a-z][a-z0-9-]*", r"`\g<0>`", text)
+
+
 def optimizer_row(name, text):
     update, states, flags = map(str.strip, text.split("|"))
-    flags = ", ".join("`{}` {}".format(*flag.split("=")) for flag in flags.split())
-    return f"| `{name}` | {update} | {', '.join(states.split()) or 'nothing'} | {flags} |"
+    flags = code_flags(", ".join(flag.replace("=", " ") for flag in flags.split()))
+    return f"| `{name}` | {update} | {', '.join(states.split()) or 'none'} | {flags} |"
 
 
 def tables(help_text):
     optimizers = [optimizer_row(*row) for row in rows(help_text, "--optimizer")]
-    schedules = [f"| `{name}` | {text} |" for name, text in rows(help_text, "--schedule")]
+    schedules = [f"| `{name}` | {code_flags(text)} |" for name, text in rows(help_text, "--schedule")]
     return {"--optimizer": ["| | update | states | its flags and their defaults |", "|---|---|---|---|", *optimizers],
             "--schedule": ["| | |", "|---|---|", *schedules]}
 

@@ -60,8 +60,8 @@ HOSTDEV uint64_t random_key(uint64_t seed, const StepState* state)
 {
     return mix64(mix64(seed + GOLDEN_GAMMA) + state->num_applied);
 }
-static constexpr int FIRST_MIXED_SLOT = 3;
-HOSTDEV int random_shift(int slot) { return slot < FIRST_MIXED_SLOT ? 16 * (slot + 1) : 0; }
+HOSTDEV uint64_t state_random(uint64_t random, int slot) { return slot < 3 ? random : mix64(random); }
+HOSTDEV int state_shift(int slot) { return slot < 3 ? 16 * (slot + 1) : 0; }
 
 // ---- the rules
 
@@ -313,6 +313,12 @@ static constexpr unsigned states_mask(const char* const (&names)[MAX_STATES])
     for (int k = 0; k < MAX_STATES; k++) mask |= (names[k] != nullptr ? 1u : 0u) << k;
     return mask;
 }
+#define OPTIMIZER_CHECK(name, word, R) \
+    static_assert((states_mask(R::STATES) >> R::HIDDEN_STATES << R::HIDDEN_STATES & ~(1u << GAPPED_STATE)) == 0, \
+                  word ": hidden matrices can be without slot GAPPED_STATE alone");
+OPTIMIZERS(OPTIMIZER_CHECK)
+#undef OPTIMIZER_CHECK
+
 template <class R> static constexpr unsigned STATES_READ = R::READS_STATES ? states_mask(R::STATES) : 0;
 
 // ---- runs: where the rates change along a slice
@@ -377,6 +383,19 @@ template <class R> HOSTDEV typename R::Factors run_factors(const OptimizerRuns& 
 
 #ifdef DEVICE_CPU
 
+/* Element i. A function of its own, since an array inside of a loop under `omp simd` keeps it from being vectorised. */
+template <class R> static inline void optimizer_element(float* p, float* grad, float* const (&states)[MAX_STATES],
+                                                        size_t i, const typename R::Factors& f)
+{
+    float s[MAX_STATES], g = R::READS_GRAD ? grad[i] : 0.0f;
+    for (int k = 0; k < MAX_STATES; k++) s[k] = STATES_READ<R> >> k & 1 ? states[k][i] : 0.0f;
+    const float new_p = R::element(R::READS_PARAM ? p[i] : 0.0f, &g, s, f);
+    for (int k = 0; k < MAX_STATES; k++)
+        if ((STATES_READ<R> >> k & 1) && R::WRITES_STATES) states[k][i] = s[k];
+    if (R::WRITES_GRAD) grad[i] = g;
+    if (R::READS_PARAM) p[i] = new_p;
+}
+
 /* n <= VALUES_PIECE elements of one run from the arrays' first on; the first is number `index` of all parameters. */
 template <class R> static void optimizer_piece_cpu(const OptimizerArrays& a, size_t n, typename R::Factors f,
                                                    uint64_t key, uint64_t index)
@@ -386,29 +405,21 @@ template <class R> static void optimizer_piece_cpu(const OptimizerArrays& a, siz
     uint64_t random[VALUES_PIECE];
     float* p = R::READS_PARAM ? values_get(a.master, 0, n, bufs[0]) : nullptr;
     float* grad = R::READS_GRAD || R::WRITES_GRAD ? values_get(a.grad, 0, n, bufs[1]) : nullptr;
-    float* states[MAX_STATES];
+    float* states[MAX_STATES] = {};
     for (int k = 0; k < MAX_STATES; k++)
-        states[k] = STATES >> k & 1 ? values_get(a.states[k], 0, n, bufs[2 + k]) : nullptr;
+        if (STATES >> k & 1) states[k] = values_get(a.states[k], 0, n, bufs[2 + k]);
     #pragma omp simd
-    for (size_t i = 0; i < n; i++) {
-        float g = R::READS_GRAD ? grad[i] : 0.0f, s[MAX_STATES];
-        for (int k = 0; k < MAX_STATES; k++) s[k] = STATES >> k & 1 ? states[k][i] : 0.0f;
-        const float new_p = R::element(R::READS_PARAM ? p[i] : 0.0f, &g, s, f);
-        for (int k = 0; k < MAX_STATES; k++)
-            if ((STATES >> k & 1) && R::WRITES_STATES) states[k][i] = s[k];
-        if (R::WRITES_GRAD) grad[i] = g;
-        if (R::READS_PARAM) p[i] = new_p;
-    }
+    for (size_t i = 0; i < n; i++) optimizer_element<R>(p, grad, states, i, f);
     random[0] = random_bits(key, index);
     for (size_t i = 1; i < (rounds_at_random(a) ? n : 0); i++) random[i] = random_bits(key, index + i);
     if (R::WRITES_GRAD) values_put(a.grad, 0, n, grad);
     if (R::READS_PARAM) values_put_random(a.master, 0, n, p, random, 0);
     #pragma omp simd
     for (size_t i = 0; i < (R::READS_PARAM && has_copy(a) ? n : 0); i++) store_weight(a.param + i, p[i]);
-    for (int k = 0; k < (R::WRITES_STATES ? MAX_STATES : 0); k++) {
-        if (!(STATES >> k & 1)) continue;
-        for (size_t i = 0; i < (k == FIRST_MIXED_SLOT ? n : 0); i++) random[i] = mix64(random[i]);
-        values_put_random(a.states[k], 0, n, states[k], random, random_shift(k));
+    for (int k = 0; k < MAX_STATES; k++) {
+        if (!(STATES >> k & 1) || !R::WRITES_STATES) continue;
+        for (size_t i = 0; i < (k < 3 ? 0 : n); i++) random[i] = state_random(random[i], k);
+        values_put_random(a.states[k], 0, n, states[k], random, state_shift(k));
     }
 }
 
@@ -436,6 +447,14 @@ template <class R> static void optimizer_update_cpu(const OptimizerArrays& a, co
 
 static constexpr int OPTIMIZER_BLOCK = 256;
 
+/* Slot GAPPED_STATE, to be indexed as the others. */
+HOSTDEV Values optimizer_gapped(const OptimizerArrays& a, size_t gap)
+{
+    Values gapped = a.states[GAPPED_STATE];
+    gapped.at = (char*)gapped.at - gap * dtype_bytes(gapped.dtype);
+    return gapped;
+}
+
 /* One vector of W a thread; where a run ends within it, element by element. In fp32 param is the master. At any
  * precision W = 4: a warp's 16 bytes of fp32 a thread lie side by side, and so do the 8 bytes of a 16-bit param; with
  * 8 elements a thread each request touched every sector of twice its bytes. */
@@ -454,14 +473,14 @@ optimizer_kernel(OptimizerArrays a, OptimizerRuns runs, OptimizerConfig config, 
     typename R::Factors f = run_factors<R>(runs, run, config, sums, state);
     if (i + W <= runs.end[run]) {
         if (runs.left_out[run]) return;
-        const size_t gap = runs.gap[run];
+        const Values gapped = optimizer_gapped(a, runs.gap[run]);
         float p[W] = {}, g[W] = {}, s[MAX_STATES][W] = {};
         uint64_t random[W] = {};
         if constexpr (R::READS_PARAM) values_load(p, a.master, i);
         if constexpr (R::READS_GRAD) values_load(g, a.grad, i);
 #pragma unroll
         for (int k = 0; k < MAX_STATES; k++)
-            if (STATES >> k & 1) values_load(s[k], a.states[k], i - (k == GAPPED_STATE ? gap : 0));
+            if (STATES >> k & 1) values_load(s[k], k == GAPPED_STATE ? gapped : a.states[k], i);
 #pragma unroll
         for (int w = 0; w < W; w++) {
             float of_element[MAX_STATES];
@@ -472,38 +491,36 @@ optimizer_kernel(OptimizerArrays a, OptimizerRuns runs, OptimizerConfig config, 
             for (int k = 0; k < MAX_STATES; k++) s[k][w] = of_element[k];
             if (at_random) random[w] = random_bits(key, runs.index[run] + i + w);
         }
-        if constexpr (R::WRITES_GRAD) values_store(a.grad, i, g);
-        if constexpr (R::READS_PARAM) values_store(a.master, i, p, random, 0);
-        if (R::READS_PARAM && has_copy(a)) weights_store(a.param + i, p);
 #pragma unroll
         for (int k = 0; k < MAX_STATES; k++) {
+            uint64_t of_state[W];
             if (!(WRITTEN >> k & 1)) continue;
 #pragma unroll
-            for (int w = 0; w < W; w++)
-                if (k == FIRST_MIXED_SLOT) random[w] = mix64(random[w]);
-            values_store(a.states[k], i - (k == GAPPED_STATE ? gap : 0), s[k], random, random_shift(k));
+            for (int w = 0; w < W; w++) of_state[w] = state_random(random[w], k);
+            values_store(k == GAPPED_STATE ? gapped : a.states[k], i, s[k], of_state, state_shift(k));
         }
+        if constexpr (R::WRITES_GRAD) values_store(a.grad, i, g);
+        if constexpr (R::READS_PARAM) values_store(a.master, i, p, random);
+        if (R::READS_PARAM && has_copy(a)) weights_store(a.param + i, p);
     } else {
         for (; i < first + W && i < n; i++) {
             for (; runs.end[run] <= i; run++) f = run_factors<R>(runs, run + 1, config, sums, state);
             if (runs.left_out[run]) continue;
-            const size_t gap = runs.gap[run];
-            uint64_t random = at_random ? random_bits(key, runs.index[run] + i) : 0;
+            const Values gapped = optimizer_gapped(a, runs.gap[run]);
+            const uint64_t random = at_random ? random_bits(key, runs.index[run] + i) : 0;
             float g = R::READS_GRAD ? value_load(a.grad, i) : 0.0f, s[MAX_STATES] = {};
 #pragma unroll
             for (int k = 0; k < MAX_STATES; k++)
-                if (STATES >> k & 1) s[k] = value_load(a.states[k], i - (k == GAPPED_STATE ? gap : 0));
+                if (STATES >> k & 1) s[k] = value_load(k == GAPPED_STATE ? gapped : a.states[k], i);
             const float p = R::element(R::READS_PARAM ? value_load(a.master, i) : 0.0f, &g, s, f);
+#pragma unroll
+            for (int k = 0; k < MAX_STATES; k++)
+                if (WRITTEN >> k & 1)
+                    value_store_random(k == GAPPED_STATE ? gapped : a.states[k], i, s[k],
+                                       (uint32_t)(state_random(random, k) >> state_shift(k)));
             if constexpr (R::WRITES_GRAD) value_store(a.grad, i, g);
             if constexpr (R::READS_PARAM) value_store_random(a.master, i, p, (uint32_t)random);
             if (R::READS_PARAM && has_copy(a)) store_weight(a.param + i, p);
-#pragma unroll
-            for (int k = 0; k < MAX_STATES; k++) {
-                if (!(WRITTEN >> k & 1)) continue;
-                if (k == FIRST_MIXED_SLOT) random = mix64(random);
-                value_store_random(a.states[k], i - (k == GAPPED_STATE ? gap : 0), s[k],
-                                   (uint32_t)(random >> random_shift(k)));
-            }
         }
     }
 }
@@ -559,6 +576,7 @@ template <class T> struct RuleRef {
     T p, g, grad, states[MAX_STATES];                // g: unscaled and clipped; grad: as it is stored
     T lr, wd, ratio, beta1, beta2, eps, mu, damp, bc1, bc2;
     bool nesterov;
+    int t;                                           // applied steps, with this one
 };
 
 template <class T> static void rule_ref(LambStates, RuleRef<T>* r)

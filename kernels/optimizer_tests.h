@@ -61,7 +61,8 @@ template <class R, class T> static void optimizer_ref(T* p, T* grad, T* const (&
                                                       const OptimizerConfig& c, const StepState& s)
 {
     RuleRef<T> r = {p[i], grad[i] * (T)(s.grad_scale * s.clip_coef), grad[i], {}, (T)lr, (T)wd, (T)ratio, c.beta1,
-                    c.beta2, c.eps, c.momentum, c.dampening, (T)s.bias_correction1, (T)s.bias_correction2, c.nesterov};
+                    c.beta2, c.eps, c.momentum, c.dampening, (T)s.bias_correction1, (T)s.bias_correction2, c.nesterov,
+                    (int)s.num_applied};
     for (int k = 0; k < MAX_STATES; k++)
         if (states[k] != nullptr) r.states[k] = states[k][i - (k == GAPPED_STATE ? gap : 0)];
     rule_passes_ref<R>(&r);

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import subprocess
 
 import doc_tables
@@ -345,7 +346,18 @@ def test_refusals(tiny, flags, word):
     assert run.code == 2 and word in run.complaint[0]
 
 
+@pytest.mark.parametrize("flag", ROWS)
+def test_tables(flag):
+    """The words of a flag and its default are rows; every reference here is of one of them."""
+    words, default = re.search(rf'^ +{flag} .*; one of (\S+) \["(\S+)"\]$', HELP, re.M).groups()
+    assert words.split("|") == list(ROWS[flag]) and default in ROWS[flag]
+    references = {name for name in globals() if name.startswith(flag[2:] + "_")}
+    assert references == {f"{flag[2:]}_{name.replace('-', '_')}" for name in ROWS[flag]}
+
+
 def test_docs():
-    """docs/optimizers.md has the rows of the program."""
+    """docs/optimizers.md has the rows of the program, and no others."""
     page = (ROOT / "docs" / "optimizers.md").read_text()
-    assert page == doc_tables.page(page, HELP), "dev/doc_tables.py writes the tables anew"
+    right = doc_tables.page(page, HELP)
+    wrong = set(page.splitlines()) ^ set(right.splitlines())
+    assert page == right, f"dev/doc_tables.py writes docs/optimizers.md anew: {sorted(wrong)}"
