@@ -241,7 +241,7 @@ static void unit_step(Zero* z, int u, OptimizerConfig config)
     }
 }
 
-/* The boundary: norm, clip, optimizer on what this rank owns, parameters gathered. Order of SEMANTICS: reduce, overflow
+/* The boundary: norm, clip, optimizer on what this rank owns, parameters gathered. In this order: reduce, overflow
  * check, norm, clip, update, gather. A bucket is gathered while the next is updated, and the forward that follows waits
  * for each bucket where it needs it. `slot` (0 or 1) takes the step's result for the host. */
 static void zero_step_end(Zero* z, StepConfig config, OptimizerConfig optimizer, int slot)
