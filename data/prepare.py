@@ -13,7 +13,7 @@ It writes into data/sets/NAME, or --out:
                            part alone if none is given
     meta.json              bytes, words, tokens of each part, and gzip -9's bits per byte as a mark to compare with
 
-Needs numpy and tokenizers. The text is held in memory whole.
+Needs numpy and tokenizers. The whole text is in memory.
 """
 import argparse
 import glob
@@ -378,7 +378,7 @@ def parse_arguments(arguments):
     parser.add_argument("--vocab-size", type=int, help="tokens of the tokenizer that is trained (4096)")
     parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of training one")
     parser.add_argument("--gpt2", action="store_true", help="use GPT-2's vocabulary of 50257 tokens")
-    parser.add_argument("--gpt2-dir", metavar="DIR", help="where its tokenizer.json, or vocab.json and merges.txt, lie")
+    parser.add_argument("--gpt2-dir", metavar="DIR", help="where its tokenizer.json, or vocab.json and merges.txt, are")
     parser.add_argument("--val-fraction", type=float, default=0.05, help="share of the text kept for validation (0.05)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens to a shard, about (100 million)")
     parser.add_argument("--source", metavar="FILE", help="a local copy of what a data set is fetched from; WikiText: "
@@ -389,7 +389,7 @@ def parse_arguments(arguments):
     if (args.vocab_size is not None) + (args.tokenizer is not None) + args.gpt2 > 1:
         parser.error("--vocab-size, --tokenizer and --gpt2 exclude one another: choose one")
     if not 0 < args.val_fraction < 1:
-        parser.error(f"--val-fraction is {args.val_fraction}, must lie between 0 and 1")
+        parser.error(f"--val-fraction is {args.val_fraction}, must be between 0 and 1")
     if args.shard_tokens < 1:
         parser.error(f"--shard-tokens is {args.shard_tokens}, must be at least 1")
     return args

@@ -42,13 +42,15 @@ ARROWS = {
     "run": BELOW,
     ".": BELOW,
 }
-# What stands in for CUDA in the emulated build comes in at three points.
+# What replaces CUDA in the emulated build comes in at these points.
 EMULATED = {("kernels/prim.cuh", "kernels/emu/emu.h"), ("kernels/cpu/runtime.cpp", "kernels/emu/runtime_emu.h"),
-            ("kernels/cpu/nccl.cpp", "kernels/emu/emu_check.h")}
+            ("kernels/cpu/nccl.cpp", "kernels/emu/emu_check.h"), ("kernels/cpu/nccl.cpp", "kernels/emu/host_mpi.h")}
 PART_OF = re.compile(r"/\* [\w.]+: part of (\w+\.\w+)")
 # A forward declaration: in column 0, ends with a semicolon, no body, no value.
 DECLARED = re.compile(r"^static\b[^;{}=()#]*?\b(\w+)\s*\([^;{}=]*\)[^;{}=]*;", re.M)
-DECLARED_AHEAD = {("zero/stages.h", "plan_muon")}        # until the optimizer's plan comes in by a hook
+# One interface with two implementations: memory of the CPU build and of the emulated build.
+DECLARED_AHEAD = {("kernels/cpu/runtime_shared.h", "default_budget_bytes"),
+                  ("kernels/cpu/runtime_shared.h", "host_available_bytes")}
 # Enumerators of ours, E::NAME or NAME. NVIDIA's libraries may return values that their headers do not have.
 ENUM_LABEL = re.compile(r"\bcase\s+(?:\w+::\w+|(?!CUBLAS|CUDA)[A-Z][A-Z0-9_]{2,})\s*:(?!:)")
 

@@ -70,11 +70,11 @@ PAGEABLE = "after a copy to pageable memory, which is complete when the call ret
 TOGETHER = "ranks begin to be timed together, with nothing under way: without it only times are others"
 # "file: what is mutated", or with the kind "file: what is mutated: kind" -> why nothing can show it.
 SPARED = {
-    "zero/stages.h: CUDA_CHECK(cudaEventRecord(z->grad_ring_free[k], z->reduce));: event record: wrong stream":
+    "zero/memory.h: CUDA_CHECK(cudaEventRecord(z->grad_ring_free[k], z->reduce));: event record: wrong stream":
         "at start-up: no stream has been given anything yet, so on any of them the event is complete at once",
     "zero/offload.h: CUDA_CHECK(cudaEventRecord(o->stored[k], o->d2h));: event record: wrong stream": "the same",
     "zero/offload.h: CUDA_CHECK(cudaEventRecord(o->loaded[k], o->h2d));: event record: wrong stream": "the same",
-    "zero/stages.h: CUDA_CHECK(cudaEventRecord(z->states_copied, z->d2h));: event record: wrong stream": "the same",
+    "zero/memory.h: CUDA_CHECK(cudaEventRecord(z->states_copied, z->d2h));: event record: wrong stream": "the same",
     "zero/stages.h: CUDA_CHECK(cudaStreamSynchronize(z->compute));": PAGEABLE,
     "zero/account.h: CUDA_CHECK(cudaStreamSynchronize(z->compute));": PAGEABLE,
     "run/evaluate.cuh: CUDA_CHECK(cudaStreamSynchronize(z->compute));": PAGEABLE,
@@ -392,7 +392,7 @@ class Programs:
             shutil.rmtree(folder / made, ignore_errors=True)
         output, results = "", []
         for flags in self.runs:
-            command = [program, *flags, "-p", self.precision]
+            command = [program, *flags, "-p", self.precision, "--verbose"]
             if self.ranks > 1:
                 others = [*self.wrapper, *command, *self.other]
                 command = ["mpirun", "-np", 1, *command, ":", "-np", self.ranks - 1, *others]

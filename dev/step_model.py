@@ -25,7 +25,7 @@ def plan(program, model, card, ranks, T, batch, micro_batches, storage):
         run = subprocess.run([program, "--plan", "--auto", "-m", model, "-p", "bf16", "--gpu", card,
                               "--ranks", str(ranks), "-t", str(T), "-b", str(B), "--batch", str(batch), "-d", "none",
                               *storage], capture_output=True, text=True, cwd=ROOT)
-        found = re.search(r"^time .*on paper (\S+) s .* (\S+) tok/s$", run.stdout, re.M)
+        found = re.search(r"^time .*estimated (\S+) s .* (\S+) tok/s$", run.stdout, re.M)
         if found is None or not re.search(r"^fits ", run.stdout, re.M):
             continue
         setting = re.search(r"^ZeRO    (stage \d, -r \S+) ", run.stdout, re.M)[1]

@@ -1,4 +1,4 @@
-/* attention_dims.cuh: the sizes of one call of attention.cuh, and where its heads are stored. */
+/* attention_dims.cuh: what attention.cuh and attention_mma.cuh share: sizes, where a head's rows are, its dropout. */
 #pragma once
 #include "dropout.cuh"
 
@@ -11,9 +11,19 @@ HOSTDEV size_t attention_q(AttentionDims a, int b, int h) { return (size_t)b * a
 HOSTDEV size_t attention_k(AttentionDims a, int b, int kv_head) { return attention_q(a, b, a.NH + kv_head); }
 HOSTDEV size_t attention_v(AttentionDims a, int b, int kv_head) { return attention_q(a, b, a.NH + a.NKV + kv_head); }
 HOSTDEV size_t attention_o(AttentionDims a, int b, int h) { return (size_t)b * a.T * attention_ld_out(a) + h * a.HS; }
-/* k of one score. */
+HOSTDEV size_t attention_l(AttentionDims a, int b, int h) { return ((size_t)b * a.NH + h) * a.T; }
+
+/* What dropout makes of the probability of one score: 0 or 1/(1 - drop). */
 HOSTDEV float attention_keep(DropoutKey key, const Dropout& d, int query, int key_idx, int T)
 {
     return dropout_keeps(key, (unsigned)query * (unsigned)T + (unsigned)key_idx, d.threshold) ? d.scale : 0.0f;
 }
-HOSTDEV size_t attention_l(AttentionDims a, int b, int h) { return ((size_t)b * a.NH + h) * a.T; }
+
+#ifndef DEVICE_CPU
+/* A block may use 48 KiB without asking. */
+template<class Kernel> static void attention_allow_shared(Kernel kernel, size_t bytes)
+{
+    if (bytes > 48 * 1024)
+        CUDA_CHECK(cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+}
+#endif

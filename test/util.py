@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import subprocess
 
 import numpy as np
@@ -94,15 +95,17 @@ def environment(**extra):
     return env
 
 
-def train_gpt(*args, ranks=1, device="cpu", out=None, ok=True, timeout=300, wrapper=(), cwd=ROOT, **env):
+def train_gpt(*args, ranks=1, device="cpu", out=None, ok=True, timeout=300, wrapper=(), cwd=ROOT, verbose=False, **env):
     """Runs the program; with ok it must end with 0, without it must not, with ok=None it may do either. Skips what this
-    machine cannot run."""
+    machine cannot run. verbose: it prints what it sends and waits for as well."""
     if not binary(device).exists():
         pytest.skip(f"{device} is not built")
     if device == "cuda" and ranks > num_gpus():
         pytest.skip(f"{ranks} ranks need {ranks} GPUs, have {num_gpus()}")
     if out is not None:
         args = (*args, "-o", out)
+    if verbose:
+        args = (*args, "--verbose")
     process = subprocess.run(command(args, ranks, device, wrapper), capture_output=True, text=True, errors="replace",
                              timeout=timeout, env=environment(**env), cwd=cwd, stdin=subprocess.DEVNULL)
     run = Run(process, pathlib.Path(out) if out is not None else None)
@@ -111,6 +114,13 @@ def train_gpt(*args, ranks=1, device="cpu", out=None, ok=True, timeout=300, wrap
     elif ok is False:
         assert run.code != 0, f"was not refused: {args}\n{run.out[-2000:]}"
     return run
+
+
+def assert_sent_as_planned(run, steps):
+    """Of a run with verbose=True on several ranks: what was asked for was sent, and steps sent what the plan says."""
+    sent, asked, in_steps, per_step = map(int, re.search(
+        r"sent\s+(\d+) bytes by rank 0, asked for (\d+); (\d+) in steps, (\d+) a step as planned", run.out).groups())
+    assert sent == asked and in_steps == steps * per_step
 
 
 def ranks_of(launcher):

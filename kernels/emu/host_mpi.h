@@ -5,6 +5,9 @@
  * A deadlock of ranks is told from a slow machine without a time limit: in shared memory each rank counts how often it
  * has got on, and how often it has looked in vain since any rank last has. When all ranks have looked a thousand times
  * and none has got on, nothing can come any more, and rank 0 says who waits where. */
+#pragma once
+#include "emu_host.h"
+#include "kernels/cpu/mpi_check.h"
 
 #ifdef NO_MPI
 
