@@ -300,7 +300,7 @@ static void test_split(void)
     NCCL_CHECK(ncclCommDestroy(half_comm));
 }
 
-/* Sums over a row of a grid of ranks feed gathers over its columns, while sums over all ranks continue: the host calls all
+/* Sums over a row of a grid of ranks feed gathers over its columns, while sums over all ranks run: the host calls all
  * of it at once, and each rank runs it in an order of its own. */
 static void test_grid(int seed)
 {
