@@ -10,7 +10,7 @@
 #include "kernels/cpu/device.h"
 #endif
 #ifdef DEVICE_EMU
-#include "kernels/cpu/stream.h"
+#include "kernels/emu/emu_host.h"
 #endif
 
 static int rank, num_ranks, num_passed, num_failed;
