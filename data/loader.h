@@ -12,7 +12,7 @@
  *   l->num_windows                                 W, in one epoch; l->num_tail_toks tokens of it are in no window
  *
  * Windows. Window k of a shard has the inputs k*T .. k*T+T-1 and the targets one further: T+1 tokens, of which
- * neighbours share one. A window is within one shard; shards follow one another in the order of the set.
+ * neighbours share one. A window is in one shard; shards follow one another in the order of the set.
  * With whole_tail (for validation) a last, shorter window takes the rest of each shard, so that every token but each
  * shard's first is a target once; without it the rest is left out. With a stride S below T as well, window k begins at
  * k*S, and of all but a shard's first only the last S targets count, those that no window before has: each is predicted

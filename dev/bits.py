@@ -97,8 +97,9 @@ PLANS = """
 --gpu l4 --ranks 4 -m gpt2-medium -p fp16 --auto --batch 64 --optimizer lion
 --gpu h100 --ranks 16 -m d24 -z 1 -p bf16 --auto -b 8 --fp32-tensors ln_1,ln_2 --optimizer adagrad
 """
-# Not compared: host memory of the executable and the total that includes it; the ZeRO line if nothing is sent.
-NOT_IN_PLANS = re.compile(r"^ .*\n +total .*\n(?=time )|^ZeRO [^:]* 0\.00 MiB.*\n", re.M)
+# Not compared: the flags that were given; host memory of the executable and the total that includes it; the ZeRO line
+# if nothing is sent.
+NOT_IN_PLANS = re.compile(r"^flags .*\n|^ .*\n +total .*\n(?=time )|^ZeRO [^:]* 0\.00 MiB.*\n", re.M)
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\.?\w)")     # not those in names: bf16, gpt2-xl, 0.1.0
 
 

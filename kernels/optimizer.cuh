@@ -1,6 +1,7 @@
 /* optimizer.cuh: one step of an optimizer, from the step's state (step.cuh): the UPDATE of each rule below, with
  *   g = grad * grad_scale * clip_coef   lr = the step's rate * the run's factor   wd the run's weight decay
- *   bc = 1 - beta^t, t counts applied steps   what is called before "then" is a pass of its own, First
+ *   bc = 1 - beta^t, t counts applied steps
+ * LAMB and Muon take two passes over the elements, First and the rule itself, and see whole tensors between them.
  * To add an optimizer: a struct beside the others, a row in OPTIMIZERS, a rule_ref for the op tests, and a reference in
  * test/test_optimizer.py; whoever forgets one is told which. Enum, --optimizer, --help, kernels, files follow.
  * shapes  param (n) floatX; sums (tensors,2) double; master, grad and the states that the rule has, (n) stored as

@@ -195,7 +195,7 @@ static void phase_micro_begin(void)
 }
 static void phase_micro_end(void) { profile.rests = false; }
 
-/* Does nothing go on while this stream does something? */
+/* Does nothing else run while this stream does something? */
 static bool is_alone(cudaStream_t stream)
 {
 #ifdef DEVICE_CPU

@@ -7,8 +7,8 @@
 
 static const struct { const char *name, *message; } checked_mistakes[] = {
     {"read_past_end", "out of bounds"}, {"write_past_end", "out of bounds"}, {"shared_past_end", "out of bounds"},
-    {"freed_read", "out of bounds"}, {"unwritten", "uninitialised"}, {"unwritten_shared", "uninitialised"},
-    {"unwritten_copy", "uninitialised"}, {"host_reads_device", "host code touches device memory"},
+    {"freed_read", "out of bounds"}, {"unwritten", "uninitialized"}, {"unwritten_shared", "uninitialized"},
+    {"unwritten_copy", "uninitialized"}, {"host_reads_device", "host code touches device memory"},
     {"host_memset_device", "host code touches device memory"}, {"kernel_reads_host", "a kernel touches host memory"},
     {"no_barrier", "race on shared memory"}, {"no_second_barrier", "race on shared memory"},
     {"no_barrier_global", "race on device memory"}, {"no_syncwarp", "race on shared memory"},

@@ -10,7 +10,7 @@
 #include "kernels/cpu/device.h"
 #endif
 #ifdef DEVICE_EMU
-#include "kernels/cpu/stream.h"
+#include "kernels/emu/emu_host.h"
 #endif
 
 static int rank, num_ranks, num_passed, num_failed;
@@ -300,7 +300,7 @@ static void test_split(void)
     NCCL_CHECK(ncclCommDestroy(half_comm));
 }
 
-/* Sums over a row of a grid of ranks feed gathers over its columns, while sums over all ranks go on: the host calls all
+/* Sums over a row of a grid of ranks feed gathers over its columns, while sums over all ranks run: the host calls all
  * of it at once, and each rank runs it in an order of its own. */
 static void test_grid(int seed)
 {

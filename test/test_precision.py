@@ -177,7 +177,7 @@ def test_fp16_gradients_overflow(tmp_path):
 
 # ---- the table of model states -------------------------------------------------------------------------------------
 def test_zero_table_allocated(tmp_path, capsys):
-    """The table of docs/precision.md in both gradient precisions, from what runs have allocated."""
+    """docs/precision.md's table in both gradient precisions, from what runs have allocated."""
     config = gpt2_config(97, 192, 16, L=6, NH=3)
     block, ends = 12 * 192**2 + 13 * 192, (97 + 16) * 192
     psi, mib = 6 * block + ends + 2 * 192, 2**20

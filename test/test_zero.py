@@ -242,7 +242,7 @@ def test_master_is_saved(tmp_path):
 
 
 def scaler(skips, scale, window, hysteresis, left=None, good=0, floor=1.0):
-    """docs/precision.md's rule: the scale each step's backward used, and the state after the last."""
+    """docs/numbers.md's rule: the scale each step's backward used, and the state after the last."""
     left, used = hysteresis if left is None else left, []
     for skipped in skips:
         used.append(scale)

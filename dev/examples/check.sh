@@ -27,7 +27,7 @@ passed=0 failed=0
 cd $tree && git init -q || exit
 for patch in "${patches[@]}"; do
     log=$root/$logs/${patch%.patch}.log
-    read -r files lines < <(grep -v '^#' "$root/dev/examples/$patch" | git apply --recount --numstat |
+    read -r files lines < <(git apply --recount --numstat "$root/dev/examples/$patch" |
                             awk '{ lines += $1 + $2 } END { print NR, lines }')
     if try "$patch" > "$log" 2>&1 < /dev/null; then
         passed=$((passed + 1))

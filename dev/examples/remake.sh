@@ -15,7 +15,7 @@ for patch in dev/examples/*.patch; do
             "(cd $tree && git add -A && git diff --cached $before)" >&2
         exit 1
     fi
-    { grep '^#' "$patch" || true; git -C $tree diff "$before" "$(git -C $tree write-tree)"; } > "$patch.new"
+    { sed '/^diff --git/,$d' "$patch"; git -C $tree diff "$before" "$(git -C $tree write-tree)"; } > "$patch.new"
     mv "$patch.new" "$patch"
     echo "$patch: renewed"
 done

@@ -36,9 +36,7 @@ typedef __nv_bfloat16 nv_bfloat16;
 typedef __nv_bfloat162 nv_bfloat162;
 
 static inline float __bfloat162float(__nv_bfloat16 a) { return bf16_bits_to_float(a.bits); }
-static inline __nv_bfloat16 __float2bfloat16(float a) { return __nv_bfloat16(a); }
 static inline __nv_bfloat16 __float2bfloat16_rn(float a) { return __nv_bfloat16(a); }
 static inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short i) { return __nv_bfloat16(__nv_bfloat16_raw{i}); }
 static inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 a) { return a.bits; }
 static inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) { return {__nv_bfloat16(a), __nv_bfloat16(b)}; }
-static inline float2 __bfloat1622float2(__nv_bfloat162 a) { return {(float)a.x, (float)a.y}; }

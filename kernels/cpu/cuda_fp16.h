@@ -52,9 +52,7 @@ typedef __half half;
 typedef __half2 half2;
 
 static inline float __half2float(__half a) { return fp16_bits_to_float(a.bits); }
-static inline __half __float2half(float a) { return __half(a); }
 static inline __half __float2half_rn(float a) { return __half(a); }
 static inline __half __ushort_as_half(unsigned short i) { return __half(__half_raw{i}); }
 static inline unsigned short __half_as_ushort(__half a) { return a.bits; }
 static inline __half2 __floats2half2_rn(float a, float b) { return {__half(a), __half(b)}; }
-static inline float2 __half22float2(__half2 a) { return {(float)a.x, (float)a.y}; }

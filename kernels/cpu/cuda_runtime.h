@@ -16,21 +16,6 @@
 #define __launch_bounds__(...)
 
 struct uint3 { unsigned x, y, z; };
-struct int2 { int x, y; } __align__(8);
-struct int4 { int x, y, z, w; } __align__(16);
-struct uint2 { unsigned x, y; } __align__(8);
-struct uint4 { unsigned x, y, z, w; } __align__(16);
-struct float2 { float x, y; } __align__(8);
-struct float4 { float x, y, z, w; } __align__(16);
-struct double2 { double x, y; } __align__(16);
-
-static inline int2 make_int2(int x, int y) { return {x, y}; }
-static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-static inline float2 make_float2(float x, float y) { return {x, y}; }
-static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-static inline double2 make_double2(double x, double y) { return {x, y}; }
 
 struct dim3 {
     unsigned x, y, z;

@@ -35,7 +35,6 @@ typedef unsigned short vh4 __attribute__((vector_size(8)));
 #define VF16_HIGH(v) __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)
 
 SIMD vf vf_set(float x) { return x - (vf){}; }              // compiles to a broadcast; x - 0 keeps the sign of a zero
-SIMD vi vi_set(int x) { return x - (vi){}; }
 SIMD vf vf_load(const float* p) { vf v; memcpy(&v, p, sizeof v); return v; }
 SIMD void vf_store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 

@@ -265,7 +265,7 @@ static void set_current(int thread)
     emu_die("deadlock in a block: %d of %d threads wait for the others%s", num_waiting, num_threads, text);
 }
 
-/* The fiber to go on with, -1 when the block is finished. A thread that has not started gets a fiber to start on. */
+/* The fiber to continue with, -1 when the block is finished. A thread that has not started gets a fiber to start on. */
 static int pick_fiber(void)
 {
     bool start = num_unstarted > 0 && (!any_ready() || emu_options.seed == 0 || coin());

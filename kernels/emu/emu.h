@@ -172,11 +172,8 @@ static inline bool emu_is_bf16(const __half*) { return false; }
 
 /* ---- memory and atomics: threads are switched only at calls that wait, so a plain read-modify-write is atomic */
 
-template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T __ldcs(const T* p) { return *p; }
-template <class T> static inline T __ldcg(const T* p) { return *p; }
 template <class T> static inline void __stcs(T* p, T v) { *p = v; }
-template <class T> static inline void __stcg(T* p, T v) { *p = v; }
 
 #ifdef EMU_CHECK
 void emu_load(void* to, const void* from, size_t size_bytes);    // one access, whatever the compiler would make of it
@@ -219,19 +216,10 @@ EMU_ATOMIC_INTEGER(unsigned)
 EMU_ATOMIC_INTEGER(unsigned long long)
 
 static inline void __threadfence(void) { emu_fence(); }
-static inline void __threadfence_block(void) {}
-static inline void __nanosleep(unsigned) { emu_yield(); }
 
 /* ---- arithmetic */
 
 #define __expf(x) expf(x)                            // macros: glibc has functions of these names
-#define __logf(x) logf(x)
-#define __exp10f(x) exp10f(x)
-static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-static inline float __fdividef(float a, float b) { return a / b; }
-static inline float __frcp_rn(float a) { return 1.0f / a; }
-static inline float __frsqrt_rn(float a) { return 1.0f / sqrtf(a); }
-static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static inline unsigned __float_as_uint(float f)
 {
     unsigned u;
@@ -244,15 +232,6 @@ static inline float __uint_as_float(unsigned u)
     memcpy(&f, &u, 4);
     return f;
 }
-static inline int __float_as_int(float f) { return (int)__float_as_uint(f); }
-static inline float __int_as_float(int i) { return __uint_as_float((unsigned)i); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
-static inline int __clz(int x) { return x != 0 ? __builtin_clz((unsigned)x) : 32; }
-static inline int __ffs(int x) { return __builtin_ffs(x); }
-static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
-{
-    return (unsigned long long)(((unsigned __int128)a * b) >> 64);
-}
-static inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((uint64_t)a * b) >> 32); }
 template <class T> static inline T min(T a, T b) { return b < a ? b : a; }
 template <class T> static inline T max(T a, T b) { return a < b ? b : a; }

@@ -305,7 +305,7 @@ static void cell_read(const Space* s, Cell* c, const void* p, size_t size_bytes,
 {
     const Record w = c->write;
     if (w.clock == UNALLOCATED) report_access("out of bounds", s, p, size_bytes, place, "read");
-    if (w.clock == UNWRITTEN) report_access("uninitialised", s, p, size_bytes, place, "read");
+    if (w.clock == UNWRITTEN) report_access("uninitialized", s, p, size_bytes, place, "read");
     if ((w.flags & PENDING) != 0 && w.clock >= op_begin)
         report_race(s, p, w, "cp.async that nobody has waited for", place, "read");
     bool others = (w.flags & OTHER_BLOCKS) != 0 && w.clock >= op_begin && in_kernel && num_acquired == 0;
@@ -324,7 +324,7 @@ static void cell_write(const Space* s, Cell* c, const void* p, size_t size_bytes
             report_race(s, p, w, "cp.async that nobody has waited for", place, "write");
         if (!both_atomic && !is_before(w)) report_race(s, p, w, "write", place, "write");
         if (both_atomic) others = (w.flags & OTHER_BLOCKS) | (w.clock < block_begin ? OTHER_BLOCKS : 0);
-    } else if ((flags & ATOMIC) != 0) report_access("uninitialised", s, p, size_bytes, place, "atomic");
+    } else if ((flags & ATOMIC) != 0) report_access("uninitialized", s, p, size_bytes, place, "atomic");
     if (!may_overwrite(c->read)) {
         Record r = c->read;
         if (r.clock == SEVERAL_STREAMS) {
