@@ -34,8 +34,8 @@ def test_data(tmp_path_factory):
     """The C++ test program, whose modes read and write files for us."""
     program = str(tmp_path_factory.mktemp("build") / "test_data")
     source = os.path.join(ROOT, "test", "test_data.cpp")
-    subprocess.run(["g++", "-x", "c++", "-std=c++17", "-O1", source, "-o", program, "-lcjson", "-lpcre2-8", "-pthread"],
-                   check=True)
+    subprocess.run(["g++", "-x", "c++", "-std=c++17", "-O1", "-I", ROOT, source, "-o", program, "-lcjson", "-lpcre2-8",
+                    "-pthread"], check=True)
 
     def run(*arguments, data=b""):
         return subprocess.run([program, *map(str, arguments)], input=data, stdout=subprocess.PIPE, check=True).stdout
