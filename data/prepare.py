@@ -689,9 +689,18 @@ def print_summary(out, meta, parts, seconds, processes):
     print(f"before each document: {before}; after it: {after}")
     if before == after == "nothing" and meta["vocab_size"]:
         print("no end-of-text token was found: documents follow one another without a mark; name one with --end-of-text")
-    peak = [resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    print(f"written to {out} in {seconds:.1f} s; at most {peak[0]:.0f} MiB of memory"
-          + (f" and {peak[1]:.0f} MiB in each of {processes} workers" if processes > 1 else ""))
+    workers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
+    print(f"written to {out} in {seconds:.1f} s; at most {peak_kib() >> 10} MiB of memory"
+          + (f" and {workers} MiB in each of {processes} workers" if processes > 1 else ""))
+
+
+def peak_kib():
+    """Of this process. getrusage would also count the memory of the program that started it."""
+    try:
+        with open("/proc/self/status") as file:
+            return int(re.search(r"VmHWM:\s+(\d+)", file.read())[1])
+    except (OSError, TypeError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def main(arguments=None):
