@@ -234,6 +234,9 @@ def test_nested_folder_of_20_mb(corpus, tmp_path):
 
 # ---------------------------------------------------------------- the same bytes as before
 
+EXPECTED = {"book.txt": "6f37931a0809b63c", "d": "8ee6cc468f23d9fa"}
+
+
 def test_shards_of_a_text_are_the_bytes_they_were(tmp_path):
     """Hashes of what the first prepare.py wrote, which held everything in memory."""
     r = random.Random(7)
@@ -252,8 +255,6 @@ def test_shards_of_a_text_are_the_bytes_they_were(tmp_path):
         found[what] = hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:16]
     assert found == EXPECTED
 
-
-EXPECTED = {"book.txt": "6f37931a0809b63c", "d": "8ee6cc468f23d9fa"}
 
 
 # ---------------------------------------------------------------- marks, and cutting a text into pieces
@@ -318,3 +319,296 @@ def test_pieces_only_where_the_tokenizer_cuts(kind, tmp_path):
     (tmp_path / "d.txt").write_text("of the " * 9000 + "\n" + "of the " * 900 + "\n")
     run_prepare(tmp_path / "d.txt", "--tokenizer", tmp_path / "t.json", "--out", tmp_path / "o")
     assert part_tokens(tmp_path / "o", "train")[0][0][1:] == tokenizer.encode("of the " * 9000 + "\n").ids
+
+
+# ---------------------------------------------------------------- what is refused, in one sentence
+
+def said_by(capsys, *arguments, code=1):
+    """What prepare.py says in this process. A refusal is one line and leaves no folder."""
+    before = os.environ.pop("TOKENIZERS_PARALLELISM", None)
+    try:
+        assert prepare.main(list(map(str, arguments))) == code
+    finally:
+        if before is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+    out, error = capsys.readouterr()
+    if code == 1:
+        assert error.startswith("prepare.py: ") and error.count("\n") == 1, error
+        assert "--out" not in arguments or not os.path.exists(arguments[arguments.index("--out") + 1])
+    return error if code else out
+
+
+def gzip_cut(text):
+    data = gzip.compress(text.encode())
+    return data[:len(data) // 2]
+
+
+LINES = "".join(json.dumps({"text": f"line {i} " * 9}) + "\n" for i in range(40))
+SHARD = struct.pack("<II", 20240520, 1) + b"\0" * 1016
+SAFETENSORS = struct.pack("<Q", 40) + b'{"a":{"dtype":"F32","shape":[1]}}       ' + b"\0\1\2\3"
+REFUSED_KINDS = {
+    "a.pdf": (b"%PDF-1.7\nabc", "a PDF document"), "named.txt": (b"%PDF-1.7\nabc", "a PDF document"),
+    "a.docx": (b"PK\x03\x04\x14\0\0\0", "a zip archive"), "m.bin": (b"PK\x03\x04\x14\0\0\0", "a zip archive"),
+    "a.png": (b"\x89PNG\r\n\x1a\n\0\0", "a PNG image"), "a.jpg": (b"\xff\xd8\xff\xe0\0", "a JPEG image"),
+    "p.pkl": (b"(lp0\nI1\na.", "a Python pickle"), "p.dat": (pickle.dumps([1, 2, 3], 4), "a Python pickle"),
+    "m.safetensors": (SAFETENSORS, "a safetensors file"), "m.dat": (SAFETENSORS, "a safetensors file"),
+    "a.xz": (b"\xfd7zXZ\0\0\4", "xz data"), "a.bz2": (b"BZh91AY&SY\xff\0", "bzip2 data"),
+    "a.tar": (b"x.txt" + b"\0" * 252 + b"ustar\0" + b"\0" * 300, "a tar archive"),
+    "a.tar.gz": (gzip.compress(b"x.txt" + b"\0" * 252 + b"ustar\0" + b"\0" * 300), "a tar archive"),
+    "u.txt": ("text".encode("utf-16"), "UTF-16 text"), "s.bin": (SHARD, "a token shard"), "x.npy": (b"\x93NUMPY\1\0", "NumPy"),
+    "r.bin": (bytes(range(250)) * 3, "a .bin without the .idx"), "r.dat": (bytes(range(250)), "binary data of an unknown kind"),
+    "n.ipynb": (b"{}", "a Jupyter notebook"), "e": (b"\x7fELF\2\1\1\0", "a program"),
+    "not.parquet": (b"text", "is not parquet"), "d.sqlite": (b"SQLite format 3\0", "an SQLite database"),
+    "array.json": (b'[{"text": "a"}]', "jq -c '.[]'"), "whole.json": (b'{\n"text": "a"\n}\n', "line 1: is not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_KINDS)
+def test_refused_by_kind(name, tmp_path, capsys):
+    data, words = REFUSED_KINDS[name]
+    (tmp_path / name).write_bytes(data)
+    said = said_by(capsys, tmp_path / name, "--out", tmp_path / "o")
+    assert words in said and name in said
+    (tmp_path / "d").mkdir()                                   # and in a folder beside text
+    (tmp_path / "d" / name).write_bytes(data)
+    (tmp_path / "d" / "good.txt").write_text("a b c\n" * 20)
+    assert name in said_by(capsys, tmp_path / "d", "--out", tmp_path / "o")
+
+
+ROWS = [f"{i},text {i} abc" for i in range(30)]
+BAD_CONTENT = {
+    "missing.jsonl": (LINES + '{"txt": "a", "b": 1}\n', 'line 41: has no field "text" (it has: txt, b)', "--field"),
+    "number.jsonl": (LINES + '{"text": 5}\n', 'line 41: the field "text" is a number', "--field"),
+    "null.jsonl": (LINES + '\n{"text": null}\n', 'line 42: the field "text" is null', ""),
+    "twice.jsonl": ('{"text": "a", "text": "b"}\n' + LINES, 'line 1: has the field "text" twice', ""),
+    "list.jsonl": (LINES + '["text"]\n', "line 41: is a list", ""),
+    "cut.jsonl": (LINES + '{"text": "a', "line 41: is not JSON", ""),
+    "half.jsonl": (LINES + '{"text": "a\\ud83d"}\n', "line 41: has half of a surrogate pair", ""),
+    "latin.jsonl": (LINES.encode() + b'{"text": "\xe9"}\n', "line 41, byte 10 of it is not UTF-8", "iconv"),
+    "nul.jsonl": (LINES.encode() + b'{"text": "\0"}\n', "line 41: is not JSON", ""),
+    "latin.txt": (b"abc\ncaf\xe9 b\n", "line 2, byte 7 is not UTF-8", "iconv"),
+    "bom.txt": (b"\xef\xbb\xbfabc\ncaf\xe9 b\n", "line 2, byte 10 is not UTF-8", "iconv"),
+    "end.txt": (b"abc\ncaf\xc3", "line 2, byte 7 is not UTF-8", "iconv"),
+    "nul.txt": (b"abc\nde\0f\n", "line 2, byte 6 is NUL", "iconv"),
+    "empty.txt": (b"", "its train part is empty", "more text"),
+    "empty.jsonl": (b"\n\n", "its train part is empty", "more text"),
+    "cut.txt.gz": (gzip_cut("abc def\n" * 9000), "cannot be read after", "get it again"),
+    "cut.jsonl.gz": (gzip_cut(LINES), "cannot be read after", "get it again"),
+    "short.csv": ("\n".join(["id,text", *ROWS, "31"]), "line 32: has 1 fields, the header has 2", "quotes"),
+    "open.csv": ("\n".join(["id,text", *ROWS, '31,"a']), "line 32: is not CSV: unexpected end of data", ""),
+    "nofield.csv": ("\n".join(["id,body", *ROWS]), 'line 1: the header has 0 columns "text" (it has: id, body)', "--field"),
+    "two.csv": ("\n".join(["text,text", *ROWS]), 'has 2 columns "text"', "--field"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONTENT)
+def test_bad_content_is_refused_with_its_place(name, tmp_path, capsys):
+    data, words, advice = BAD_CONTENT[name]
+    (tmp_path / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+    said = said_by(capsys, tmp_path / name, "--out", tmp_path / "o")
+    assert words in said and name in said and advice in said, said
+
+
+def test_bad_line_in_a_worker_reaches_the_user(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(LINES * 300 + '{"text": 5}\n')
+    for workers in (1, 2):
+        said = said_by(capsys, tmp_path / "a.jsonl", "--out", tmp_path / "o", "--workers", workers)
+        assert "a.jsonl: line 12001: the field" in said
+
+
+def test_bad_zst(tmp_path, capsys):
+    zstandard = pytest.importorskip("zstandard")
+    data = zstandard.ZstdCompressor(write_checksum=True).compress(LINES.encode() * 50)
+    for name, content in (("cut", data[:-20]), ("flipped", data[:30] + b"\xff" * 30 + data[60:])):
+        (tmp_path / f"{name}.jsonl.zst").write_bytes(content)
+        said = said_by(capsys, tmp_path / f"{name}.jsonl.zst", "--out", tmp_path / "o")
+        assert "cannot be read after" in said and "get it again" in said
+
+
+def test_bad_columns(tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+    for name, table, words in (
+            ("number", {"text": [1, 2]}, 'the column "text" is int64'), ("null", {"text": ["a", None]}, "row 2: the column"),
+            ("other", {"body": ["a"]}, 'no column "text" (it has: body)')):
+        path = tmp_path / f"{name}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table(table), path)
+        said = said_by(capsys, path, "--out", tmp_path / "o")
+        assert words in said and f"{name}.parquet" in said
+    path.write_bytes(path.read_bytes()[:-30])
+    assert "is damaged, or not parquet" in said_by(capsys, path, "--out", tmp_path / "o")
+    saved_dataset_write(pyarrow, tmp_path / "saved", ["a b c"] * 40)
+    state = json.loads((tmp_path / "saved" / "state.json").read_text())
+    (tmp_path / "saved" / "state.json").write_text(json.dumps(dict(state, _indices_files=[{"filename": "i.arrow"}])))
+    assert "flatten_indices" in said_by(capsys, tmp_path / "saved", "--out", tmp_path / "o")
+
+
+@pytest.mark.parametrize("package", ["pyarrow", "zstandard"])
+def test_missing_package_is_named(package, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    path = tmp_path / ("a.parquet" if package == "pyarrow" else "a.jsonl.zst")
+    path.write_bytes(b"PAR1" if package == "pyarrow" else b"\x28\xb5\x2f\xfd\0\0")
+    assert f"pip install {package}" in said_by(capsys, path, "--out", tmp_path / "o")
+
+
+def test_bad_megatron(tmp_path, capsys):
+    FAMILIES["gpt2"](["a b"] * 9).save(str(tmp_path / "t.json"))
+    documents = [[5, 6, 7], [8] * 40, [9, 10]] * 9
+    out = ("--out", tmp_path / "o")
+    megatron_write(tmp_path / "d", documents, "<i4", 4)
+    run_prepare(tmp_path / "d.idx", *out)                      # without a tokenizer: ids as they are
+    (ids, header), = part_tokens(tmp_path / "o", "train")
+    assert ids == sum(documents, [])[:len(ids)] and header["vocab_size"] == 0
+    assert not os.path.exists(tmp_path / "o" / "tokenizer.json")
+    shutil.rmtree(tmp_path / "o")
+    megatron_write(tmp_path / "d", [*documents, [70000]], "<i4", 4)
+    said = said_by(capsys, tmp_path / "d.bin", "--tokenizer", tmp_path / "t.json", *out)
+    assert "has the id 70000" in said and "vocabulary has" in said
+    whole = (tmp_path / "d.idx").read_bytes()
+    for index, words in ((whole[:60], "it was cut short"), (b"x" * 40, "is not the index"),
+                         (whole[:17] + b"\6" + whole[18:], "only version 1 with whole numbers")):
+        (tmp_path / "d.idx").write_bytes(index)
+        assert words in said_by(capsys, tmp_path / "d.bin", *out)
+    (tmp_path / "d.idx").write_bytes(whole)
+    (tmp_path / "d.bin").write_bytes((tmp_path / "d.bin").read_bytes()[:-4])
+    assert "do not belong together" in said_by(capsys, tmp_path / "d.bin", *out)
+
+
+def test_folders(tmp_path, capsys):
+    """One kind a folder; --suffix chooses; parts of the hub's files and of DatasetDict are kept apart."""
+    d = tmp_path / "d"
+    d.mkdir()
+    (d / "a.txt").write_text("abc def\n" * 40)
+    (d / "b.jsonl").write_text(LINES)
+    (d / "c.odd").write_text("odd text\n" * 40)
+    said = said_by(capsys, d, "--out", tmp_path / "o")
+    assert "c.odd: the suffix .odd is not known to be text" in said and "--suffix .odd" in said
+    os.remove(d / "c.odd")
+    assert "has files of 2 kinds" in said_by(capsys, d, "--out", tmp_path / "o")
+    said_by(capsys, d, "--suffix", ".jsonl", "--vocab-size", 300, "--out", tmp_path / "o", code=0)
+    assert json.load(open(tmp_path / "o" / "meta.json"))["train"]["documents"] == 38
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    for part, count in (("train", 30), ("validation", 5), ("test", 7)):
+        (hub / f"{part}-00000-of-00001.jsonl").write_text("".join(LINES.splitlines(True)[:count]))
+    said_by(capsys, hub, "--vocab-size", 300, "--out", tmp_path / "h", code=0)
+    card = json.load(open(tmp_path / "h" / "meta.json"))
+    assert [card[part]["documents"] for part in ("train", "val", "test")] == [30, 5, 7]
+
+
+def test_crlf_and_bom(tmp_path, capsys):
+    """Line ends of Windows and a byte-order mark are no part of a record."""
+    for name, text in (("a", LINES), ("b", "\ufeff" + LINES.replace("\n", "\r\n"))):
+        (tmp_path / f"{name}.jsonl").write_bytes(text.encode())
+        said_by(capsys, tmp_path / f"{name}.jsonl", "--vocab-size", 300, "--out", tmp_path / name, code=0)
+    assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")
+
+
+# ---------------------------------------------------------------- workers and kills
+
+SMALL_BLOCKS = {"BLOCK_BYTES": 3000, "CHECKPOINT_SECONDS": 0}
+
+
+def in_child(arguments, kill_at=None):
+    """prepare.main in a fork with small blocks and a checkpoint after each; killed before the n-th call that changes the
+    disk. Its exit status, -9 if it was killed."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        sys.stdout = open(os.devnull, "w")
+        for name, value in SMALL_BLOCKS.items():
+            setattr(prepare, name, value)
+        sys.modules["sources"].UNIT_BYTES = 1000
+        calls = 0
+        for name in ("fsync", "replace", "remove", "makedirs"):
+            def call(*args, real=getattr(os, name), **kwargs):
+                nonlocal calls
+                calls += 1
+                if calls == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **kwargs)
+            setattr(os, name, call)
+        os._exit(prepare.main(list(map(str, arguments))))
+    finally:
+        os._exit(99)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_killed_at_any_moment(kind, tmp_path):
+    """Before every call that changes the disk, the first time and while it goes on: never a name that is complete before
+    all is, and in the end the bytes of the unbroken run."""
+    documents = make_documents(25_000 if kind == "jsonl" else 110_000, seed=5)
+    FAMILIES["llama3"](documents).save(str(tmp_path / "t.json"))
+    text = "".join(json.dumps({"text": d}) + "\n" for d in documents)
+    (tmp_path / f"d.{kind}").write_text(text if kind == "jsonl" else "\n".join(documents) + "\n")
+    arguments = [tmp_path / f"d.{kind}", "--tokenizer", tmp_path / "t.json", "--shard-tokens", 2500, "--out"]
+    assert in_child([*arguments, tmp_path / "whole"]) == 0
+    want = {**bytes_of(tmp_path / "whole"), "meta.json": (tmp_path / "whole" / "meta.json").read_text()}
+    assert len([n for n in want if n.startswith("train")]) > 2
+    kills = 0
+    for first in range(1, 200):
+        out = tmp_path / f"o{first}"
+        if in_child([*arguments, out], first) == 0:
+            break
+        if (out / "meta.json").exists():
+            assert bytes_of(out).keys() >= want.keys() - {"meta.json"}
+        elif (out / "prepare.progress").exists() and "names" not in json.loads((out / "prepare.progress").read_text()):
+            assert not list(out.glob("*.bin"))
+        if in_child([*arguments, out], 1 + first % 7) != 0:    # a second kill while it goes on
+            assert in_child([*arguments, out]) == 0
+        found = {**bytes_of(out), "meta.json": (out / "meta.json").read_text()}
+        assert found == want, first
+        shutil.rmtree(out)
+        kills += 1
+    assert kills > 15
+
+
+def test_resume_only_with_the_same_arguments(tmp_path, capsys):
+    documents = make_documents(25_000)
+    FAMILIES["gpt2"](documents).save(str(tmp_path / "t.json"))
+    (tmp_path / "d.txt").write_text("\n".join(documents) + "\n")
+    arguments = [tmp_path / "d.txt", "--tokenizer", tmp_path / "t.json", "--out", tmp_path / "o"]
+    assert in_child(arguments, 12) == -signal.SIGKILL
+    assert (tmp_path / "o" / "prepare.progress").exists()
+    said = prepare.main(list(map(str, [*arguments, "--val-fraction", 0.2])))
+    assert said == 1 and "differs in: --val-fraction" in capsys.readouterr().err
+    with open(tmp_path / "d.txt", "a") as file:
+        file.write("more\n")
+    assert prepare.main(list(map(str, arguments))) == 1 and "content of the input" in capsys.readouterr().err
+    said_by(capsys, *arguments, "--force", code=0)
+    assert not (tmp_path / "o" / "prepare.progress").exists() and not list((tmp_path / "o").glob("*.tmp"))
+
+
+def test_killed_with_workers(corpus, tmp_path):
+    """20 MB with two workers, killed after a checkpoint: no worker stays, and the bytes are those of one piece."""
+    folder, _, _, _ = corpus
+    arguments = [folder / "docs.jsonl", "--tokenizer", folder / "tokenizer.json", "--out", tmp_path / "o", "--workers", 2]
+    program = (f"import sys; sys.path.insert(0, {os.path.dirname(PREPARE)!r}); import prepare; "
+               "prepare.CHECKPOINT_SECONDS = 0.1; sys.exit(prepare.main(sys.argv[1:]))")
+    run = subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], stdout=subprocess.DEVNULL)
+    progress = tmp_path / "o" / "prepare.progress"
+    deadline = time.time() + 120
+    while not (progress.exists() and json.loads(progress.read_text())["position"][2] > 9):
+        assert run.poll() is None and time.time() < deadline
+        time.sleep(0.02)
+    children = (pathlib.Path("/proc") / str(run.pid) / "task" / str(run.pid) / "children").read_text().split()
+    assert len(children) >= 2
+    run.kill()
+    run.wait()
+    said = run_prepare(*arguments)
+    assert "going on with an unfinished preparation" in said
+    assert bytes_of(tmp_path / "o") == bytes_of(folder / "jsonl")
+    assert not any(os.path.exists(f"/proc/{child}/exe") for child in children)
+
+
+def test_two_at_once_are_refused(tmp_path, capsys):
+    import fcntl
+    (tmp_path / "d.txt").write_text("\n".join(make_documents(9000)))
+    (tmp_path / "o").mkdir()
+    fd = os.open(tmp_path / "o", os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    assert prepare.main([str(tmp_path / "d.txt"), "--vocab-size", "300", "--out", str(tmp_path / "o")]) == 1
+    assert "another prepare.py is writing there" in capsys.readouterr().err
+    os.close(fd)
