@@ -64,8 +64,8 @@ WIKITEXT_STEMS = (("train", "wiki.train", "train"), ("val", "wiki.valid", "valid
 
 
 def wikitext_folder(source):
-    """wiki.train.raw (or .tokens) beside wiki.valid.* and wiki.test.*; or train-*.parquet, validation-*, test-*, of which
-    the rows are the lines of one text."""
+    """wiki.train.raw (or .tokens) beside wiki.valid.* and wiki.test.*; or train-*.parquet, validation-*, test-*, whose
+    rows are the lines of one text."""
     parts = {}
     for part, stem, hub_stem in WIKITEXT_STEMS:
         raw = sorted(glob.glob(os.path.join(source, stem + ".*")))

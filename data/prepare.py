@@ -19,9 +19,9 @@ It writes into data/sets/NAME, or --out:
     meta.json              the data card: bytes, words, tokens and documents of each part, the ids before and after each
                            document, and gzip -9's bits per byte as a mark to compare with
 
-Before each document comes what the tokenizer's post-processor puts there (Llama-3: <|begin_of_text|>), after it the base
-model's end-of-text token (<|end_of_text|>). Tokenizers that put nothing (GPT-2, Qwen2, those trained here) have the
-end-of-text token before each document.
+Before each document comes what the tokenizer's post-processor puts there (Llama-3: <|begin_of_text|>), after it the
+base model's end-of-text token (<|end_of_text|>). Tokenizers that put nothing (GPT-2, Qwen2, those trained here) have
+the end-of-text token before each document.
 
 Text is read as a stream, in less than 1 GB of memory, and tokenized by --workers processes; the shards do not depend on
 their number. The input is read once before, to check it and to find the last 5 %. Until all is written, every file is
@@ -92,7 +92,7 @@ def ordered(function, blocks, workers):
     if workers <= 1:
         yield from ((position, function(block)) for position, block in blocks)
         return
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"             # set before the fork, which the library warns of otherwise
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"             # before the fork, of which the library warns otherwise
     waiting = collections.deque()
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), worker_begin,
                                                 (os.getpid(),)) as pool:
@@ -195,8 +195,8 @@ def measure(sources, workers):
 
 
 def split_off_val(sources, sizes, fraction):
-    """(ranges of the training part, of the validation part): the last `fraction` of the bytes, from a line's start on in
-    a text, whole documents of records. A range is (source, begin, end)."""
+    """(ranges of the training part, of the validation part): the last `fraction` of the bytes, of a text from a line's
+    start on, of records whole documents. A range is (source, begin, end)."""
     keep = int(sum(sizes) * (1 - fraction))                    # bytes that stay
     for i, size in enumerate(sizes):
         if keep < size:
@@ -277,8 +277,8 @@ def shard_header(num_toks, num_bytes, num_words):
 
 class Progress:
     """What is known of a preparation, in OUT/prepare.progress, so that it can go on after a kill.
-    state: key (of arguments and input), plan (ranges and sizes of the parts), parts (of each: totals, the shards that are
-    closed, the open one), position (part, file, units), meta; `names` when only the renames are left."""
+    state: key (arguments and input), plan (ranges and sizes of the parts), parts (of each: the shards that are closed,
+    the open one), position (part, file, units), meta; `names` when only the renames are left."""
 
     def __init__(self, out, state):
         self.out, self.state = out, state
@@ -387,8 +387,9 @@ class Meter:
         self.said = now
         rate = self.here / (now - self.begun)
         left = max(0, self.total_bytes - self.done) / rate if rate > 0 else 0
-        line = (f"{100 * self.done / max(1, self.total_bytes):5.1f} %  {self.done / 1e6:,.0f} of "
-                f"{self.total_bytes / 1e6:,.0f} M{self.unit}  {rate / 1e6:.1f} M{self.unit}/s  {left / 60:.0f} min left")
+        done, total, rate = (f"{count / 1e6:,.1f}" for count in (self.done, self.total_bytes, rate))
+        line = (f"{100 * self.done / max(1, self.total_bytes):5.1f} %  {done} of {total} M{self.unit}  "
+                f"{rate} M{self.unit}/s  {left / 60:.0f} min left")
         print(f"\r{line:<78}" if self.tty else line, end="" if self.tty else "\n", flush=True)
 
     def end(self):
@@ -397,7 +398,7 @@ class Meter:
 
 
 def write_part(progress, part, sources, ranges, args, meter):
-    """The shards of one part, from where the state says on. The validation part also goes through gzip, from its start."""
+    """The shards of one part, from where the state says on; the validation part from its start, since gzip sees it."""
     state = progress.state
     text = sources[0].kind != "megatron"
     packed = Gzip() if part == "val" and text else None
@@ -448,18 +449,19 @@ def give_names(progress):
 
 def parse_arguments(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", metavar="NAME|FILE|DIR", help=f"a data set by name ({', '.join(SETS)}), a file or a folder")
+    parser.add_argument("what", metavar="NAME|FILE|DIR",
+                        help=f"a data set by name ({', '.join(SETS)}), a file or a folder")
     parser.add_argument("--out", metavar="DIR", help="folder to write to (data/sets/NAME)")
     parser.add_argument("--field", metavar="NAME", default="text", help="the field or column with the text, in JSON, "
                         "CSV, parquet and arrow (text)")
-    parser.add_argument("--suffix", metavar=".A,.B", help="of a folder only files that end so, comma-separated; what has "
-                        "an unknown suffix is read as text")
+    parser.add_argument("--suffix", metavar=".A,.B", help="of a folder only files that end so, comma-separated; what "
+                        "has an unknown suffix is read as text")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="tokens of the tokenizer that is trained (4096)")
     parser.add_argument("--tokenizer", metavar="FILE|DIR", help="a tokenizer.json, or a model's folder, to use instead")
     parser.add_argument("--gpt2", action="store_true", help="use GPT-2's vocabulary of 50257 tokens")
     parser.add_argument("--gpt2-dir", metavar="DIR", help="where its tokenizer.json, or vocab.json and merges.txt, are")
-    parser.add_argument("--end-of-text", metavar="TOKEN", help="the token between documents, instead of the base model's "
-                        "that is found by name (<|endoftext|>, <|end_of_text|>, </s> ...)")
+    parser.add_argument("--end-of-text", metavar="TOKEN", help="the token between documents, instead of the base "
+                        "model's that is found by name (<|endoftext|>, <|end_of_text|>, </s> ...)")
     parser.add_argument("--val-fraction", type=float, default=0.05, metavar="F",
                         help="share of the text kept for validation (0.05)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
@@ -547,8 +549,8 @@ def unfinished(out, key, force):
     if not differs:
         return state
     if not force:
-        raise Refused(f"{out}: has an unfinished preparation that differs in: {', '.join(differs)}; finish it with its own "
-                      f"arguments, choose another --out, or begin anew with --force")
+        raise Refused(f"{out}: has an unfinished preparation that differs in: {', '.join(differs)}; finish it with its "
+                      f"own arguments, choose another --out, or begin anew with --force")
     return None
 
 
@@ -610,7 +612,8 @@ def begin_state(args, parts, sources, key, name, kind, tokenizer, path):
         os.remove(stale)
     if tokenizer:
         write_synced(os.path.join(args.out, "tokenizer.json.tmp"), tokenizer.to_str(pretty=True).encode())
-        write_json(os.path.join(args.out, "tokenizer_config.json"), tokenizer_config(tokenizer, Work.before, Work.after))
+        write_json(os.path.join(args.out, "tokenizer_config.json"),
+                   tokenizer_config(tokenizer, Work.before, Work.after))
     progress = Progress(args.out, state)
     progress.save()
     return progress
@@ -641,8 +644,8 @@ def prepare(args):
     key = state_key(args, sources, tokenizer)
     state = unfinished(args.out, key, args.force)
     if state is None and old_shards(args.out) and not args.force:
-        raise Refused(f"{args.out}: already has {len(old_shards(args.out))} shards; choose another --out, or replace them "
-                      f"with --force")
+        raise Refused(f"{args.out}: already has {len(old_shards(args.out))} shards; choose another --out, or replace "
+                      f"them with --force")
     if tokenizer:
         use_tokenizer(tokenizer, path, args.end_of_text)
     try:
@@ -688,7 +691,7 @@ def print_summary(out, meta, parts, seconds, processes):
     before, after = (" ".join(map(str, meta["documents"][key])) or "nothing" for key in ("before", "after"))
     print(f"before each document: {before}; after it: {after}")
     if before == after == "nothing" and meta["vocab_size"]:
-        print("no end-of-text token was found: documents follow one another without a mark; name one with --end-of-text")
+        print("no end-of-text token was found: nothing is between documents; name one with --end-of-text")
     workers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
     print(f"written to {out} in {seconds:.1f} s; at most {peak_kib() >> 10} MiB of memory"
           + (f" and {workers} MiB in each of {processes} workers" if processes > 1 else ""))

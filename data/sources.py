@@ -1,8 +1,8 @@
 """sources.py: the inputs of prepare.py: what kind a file is, and its documents, read as a stream.
 
-    sources = sources_of(path, field, suffixes)     {"train": [Source, ...]}, with "val" and "test" where the input has them
-    for unit in source.units(begin, end)            what is handed to a worker: about UNIT_BYTES of the file
-    pieces_of(unit)                                 in the worker: [(text, begins a document, ends it), ...]
+    parts = sources_of(path, field, suffixes)    {"train": [Source, ...]}, "val" and "test" where the input has them
+    for unit in source.units(begin, end)         what is handed to a worker: about UNIT_BYTES of the file
+    pieces_of(unit)                              in the worker: [(text, begins a document, ends it), ...]
 
 Kinds of files (a suffix may be followed by .gz or .zst, which are recognized by their first bytes):
     text      one document a file
@@ -36,9 +36,10 @@ class Refused(Exception):
 
 # ---------------------------------------------------------------- what kind a file is
 
-TEXT_SUFFIXES = set(".txt .text .md .markdown .rst .tex .org .adoc .htm .html .xhtml .xml .srt .vtt .log .wiki .raw .tokens "
-                    ".c .cc .cpp .cu .cuh .cs .css .go .h .hpp .java .js .jl .kt .lua .m .php .pl .py .r .rb .rs .scala "
-                    ".sh .sql .swift .ts .yaml .yml .toml .ini .cfg".split())
+TEXT_SUFFIXES = set("""
+    .txt .text .md .markdown .rst .tex .org .adoc .htm .html .xhtml .xml .srt .vtt .log .wiki .raw .tokens
+    .c .cc .cpp .cu .cuh .cs .css .go .h .hpp .java .js .jl .kt .lua .m .php .pl .py .r .rb .rs .scala .sh .sql .swift
+    .ts .yaml .yml .toml .ini .cfg""".split())
 KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
          ".arrow": "arrow", ".bin": "megatron", ".idx": "megatron"}
 COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
@@ -66,8 +67,8 @@ MAGIC = [                                # (offset, bytes, kind, what to do)
     (0, struct.pack("<I", 20240520), "a token shard", "give it to ./train_gpt -d as it is"),
     (0, struct.pack("<I", 20240801), "a token shard", "give it to ./train_gpt -d as it is")]
 MAGIC += [(0, b"\x80" + bytes([protocol]), "a Python pickle", "") for protocol in range(2, 6)]
-KNOWN = "text, .jsonl, .json, .csv, .tsv, .parquet, .arrow (each but the last two also as .gz or .zst), folders of one "\
-        "of these, folders of `datasets`, Megatron's .bin with .idx"
+KNOWN = ("text, .jsonl, .json, .csv, .tsv, .parquet, .arrow (each but the last two also as .gz or .zst), folders of "
+         "one of these, folders of `datasets`, Megatron's .bin with .idx")
 
 
 def kind_name(head):
@@ -214,9 +215,9 @@ def strings(data_blocks, name):
             block = block[at:]
         text = decode_block(decoder, block, False, name, begin_at, line)
         if "\0" in text:
-            before = text[:text.index("\0")]
-            raise Refused(f"{name}: line {line + before.count(chr(10))}, byte {begin_at + len(before.encode())} is NUL: "
-                          f"it is not text, or not UTF-8; convert it, for example with iconv -f utf-16 -t utf-8")
+            before = text[:text.index("\0")].encode()
+            raise Refused(f"{name}: line {line + before.count(10)}, byte {begin_at + len(before)} is NUL: it is not "
+                          f"text, or not UTF-8; convert it, for example with iconv -f utf-16 -t utf-8")
         at += len(block)
         begin_at = at - len(decoder.getstate()[0])
         line += text.count("\n")
@@ -234,8 +235,8 @@ def decode_block(decoder, block, final, name, begin_at, line):
 
 
 def pieces(texts, name, cut=CUT, size=PIECE_CHARS):
-    """Cuts of a text that comes as a stream: each piece ends at the first place to cut after `size` characters. cut None:
-    the text stays whole, since its tokenizer looks across every place."""
+    """Cuts of a text that comes as a stream: each piece ends at the first place to cut after `size` characters. cut
+    None: the text stays whole, since its tokenizer looks across every place."""
     buffer, searched, limit = "", size, MAX_WITHOUT_CUT if cut else MAX_WITHOUT_CUT >> 3
     for text in texts:
         buffer += text
@@ -376,8 +377,8 @@ def json_texts(unit):
         try:
             record = json.loads(line.decode())
         except UnicodeDecodeError as error:
-            raise Refused(f"{where}, byte {error.start} of it is not UTF-8 ({error.reason}); convert the file, for example "
-                          f"with iconv -f latin1 -t utf-8") from None
+            raise Refused(f"{where}, byte {error.start} of it is not UTF-8 ({error.reason}); convert the file, for "
+                          f"example with iconv -f latin1 -t utf-8") from None
         except (ValueError, RecursionError) as error:
             reason = f"{error.msg} at column {error.colno}" if hasattr(error, "colno") else error
             raise Refused(f"{where}: is not JSON ({reason}); each line must be one whole object") from None
@@ -447,15 +448,15 @@ def csv_texts(source):
     try:
         header = next(rows, [])
         if header.count(source.field) != 1:
-            raise Refused(f'{source.path}: line 1: the header has {header.count(source.field)} columns "{source.field}" '
-                          f"(it has: {', '.join(header[:8])}), one is needed; name it with --field")
+            raise Refused(f"{source.path}: line 1: the header has {header.count(source.field)} columns "
+                          f"\"{source.field}\" (it has: {', '.join(header[:8])}), one is needed; name it with --field")
         column, number = header.index(source.field), 0
         for row in rows:
             if not row:
                 continue
             if len(row) != len(header):
-                raise Refused(f"{source.path}: line {rows.line_num}: has {len(row)} fields, the header has {len(header)}; "
-                              f"put quotes around what holds the delimiter {delimiter!r}")
+                raise Refused(f"{source.path}: line {rows.line_num}: has {len(row)} fields, the header has "
+                              f"{len(header)}; put quotes around what holds the delimiter {delimiter!r}")
             yield number, row[column]
             number += 1
     except csv.Error as error:
@@ -477,13 +478,14 @@ def arrow_library(path):
 
 def checked_column(pyarrow, source, schema):
     if source.field not in schema.names:
-        raise Refused(f'{source.path}: has no column "{source.field}" (it has: {", ".join(schema.names[:8])}); name the '
-                      f"one with the text with --field")
+        raise Refused(f'{source.path}: has no column "{source.field}" (it has: {", ".join(schema.names[:8])}); name '
+                      f"the one with the text with --field")
     kind = schema.field(source.field).type
     value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if not (pyarrow.types.is_string(value) or pyarrow.types.is_large_string(value)
             or pyarrow.types.is_string_view(value)):
-        raise Refused(f'{source.path}: the column "{source.field}" is {kind}, text is needed; name another with --field')
+        raise Refused(f'{source.path}: the column "{source.field}" is {kind}, text is needed; name another with '
+                      f"--field")
 
 
 def parquet_batches(pyarrow, source, begin):
@@ -521,8 +523,8 @@ def column_texts(source, begin=0):
             for number in range(0, len(column), 256):
                 for i, text in enumerate(column.slice(number, 256).to_pylist(), row + number):
                     if text is None:
-                        raise Refused(f'{source.path}: row {i + 1}: the column "{source.field}" is null, text is needed; '
-                                      f"leave such rows out")
+                        raise Refused(f'{source.path}: row {i + 1}: the column "{source.field}" is null, text is '
+                                      f"needed; leave such rows out")
                     yield i, text
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise Refused(f"{source.path}: is damaged, or not {source.kind}: {str(error).splitlines()[0]}") from None
@@ -536,8 +538,8 @@ MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 def megatron_index(path):
     """(type of the ids, first token of each document and the end of the last)
-    The index: magic 9 bytes, version u64, type u8, sequences u64, documents + 1 u64; then lengths int32 and byte offsets
-    int64 of the sequences, and for each document its first sequence, int64, with the number of sequences at the end."""
+    The index: magic 9 bytes, version u64, type u8, sequences u64, documents + 1 u64; then lengths int32 and byte
+    offsets int64 of the sequences, and for each document its first sequence, int64, with their number at the end."""
     import numpy as np
     idx, stem = os.path.splitext(path)[0] + ".idx", os.path.splitext(path)[0]
     with open_file(idx) as file:
@@ -546,12 +548,12 @@ def megatron_index(path):
             raise Refused(f"{idx}: is not the index of a Megatron data set: it must begin with {MEGATRON_MAGIC!r}")
         version, code, sequences, ends = struct.unpack("<QBQQ", head[9:])
         if version != 1 or code not in MEGATRON_TYPES:
-            raise Refused(f"{idx}: version {version} (byte 9), type {code} (byte 17): only version 1 with whole numbers is "
-                          f"read, types {', '.join(map(str, MEGATRON_TYPES))}")
+            raise Refused(f"{idx}: version {version} (byte 9), type {code} (byte 17): only version 1 with whole "
+                          f"numbers is read, types {', '.join(map(str, MEGATRON_TYPES))}")
         have, need = os.path.getsize(idx), 34 + 12 * sequences + 8 * ends
         if have < need or ends == 0:
-            raise Refused(f"{idx}: has {have} bytes, {sequences} sequences and {ends} document ends need {need}; it was "
-                          f"cut short")
+            raise Refused(f"{idx}: has {have} bytes, {sequences} sequences and {ends} document ends need {need}; it "
+                          f"was cut short")
         lengths = np.fromfile(file, "<i4", sequences).astype(np.int64)
         offsets = np.fromfile(file, "<i8", sequences)
         firsts = np.fromfile(file, "<i8", ends)
@@ -559,8 +561,8 @@ def megatron_index(path):
     starts = np.concatenate([[0], np.cumsum(lengths)])
     have, need = os.path.getsize(stem + ".bin"), int(starts[-1]) * dtype.itemsize
     if have != need or (lengths < 0).any() or not np.array_equal(offsets, starts[:-1] * dtype.itemsize):
-        raise Refused(f"{stem}.bin: has {have} bytes, its index says {need} ({starts[-1]} tokens of {dtype.itemsize} bytes, "
-                      f"one after another); they do not belong together, or one was cut short")
+        raise Refused(f"{stem}.bin: has {have} bytes, its index says {need} ({starts[-1]} tokens of {dtype.itemsize} "
+                      f"bytes, one after another); they do not belong together, or one was cut short")
     if firsts[0] != 0 or firsts[-1] != sequences or (np.diff(firsts) < 0).any():
         raise Refused(f"{idx}: its documents do not cover the {sequences} sequences in order; make it again")
     return dtype, starts[firsts]

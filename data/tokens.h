@@ -95,8 +95,8 @@ static inline size_t token_header_u64(const uint32_t* header, int at)
  * mind; Megatron's .bin has its .idx beside it. */
 static inline bool token_path_is_source(const char* path)
 {
-    static const char* suffixes[] = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".text",
-                                     ".md", ".gz", ".zst", ".idx"};
+    static const char* suffixes[] = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt",
+                                     ".text", ".md", ".gz", ".zst", ".idx"};
     size_t length = strlen(path);
     for (size_t i = 0; i < sizeof suffixes / sizeof *suffixes; i++) {
         size_t suffix_length = strlen(suffixes[i]);
@@ -125,8 +125,8 @@ static inline TokenFile token_file_open(const char* path, bool raw)
 {
     int length;
     const char* stem = token_path_stem(path, &length);
-    ENSURE(!token_path_is_source(path), "%s: is not a token shard; make shards of it with: python3 data/prepare.py %s --out "
-           "data/sets/%.*s, and train with -d data/sets/%.*s", path, path, length, stem, length, stem);
+    ENSURE(!token_path_is_source(path), "%s: is not a token shard; make shards of it with: python3 data/prepare.py %s "
+           "--out data/sets/%.*s, and train with -d data/sets/%.*s", path, path, length, stem, length, stem);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     ENSURE(fd >= 0, "%s: cannot be opened: %s", path, strerror(errno));
     struct stat st;
@@ -259,8 +259,8 @@ static inline char** token_paths_of_folder(const char* folder, const char* split
     int length;
     const char* stem = token_path_stem(folder, &length);
     ENSURE(*count > 0 || !has_source, "%s: the folder has no %s_*.bin; make token shards of what it has with: python3 "
-           "data/prepare.py %s --out data/sets/%.*s, and train with -d data/sets/%.*s", folder, split, folder, length, stem,
-           length, stem);
+           "data/prepare.py %s --out data/sets/%.*s, and train with -d data/sets/%.*s", folder, split, folder, length,
+           stem, length, stem);
     ENSURE(*count > 0, "%s: the folder has no %s_*.bin; make token shards with: python3 data/prepare.py kjv --out %s",
            folder, split, folder);
     return paths;

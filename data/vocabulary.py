@@ -1,4 +1,4 @@
-"""vocabulary.py: the tokenizer of prepare.py: read or trained, where a text may be cut for it, and what marks documents.
+"""vocabulary.py: the tokenizer of prepare.py, read or trained; where a text may be cut for it; what marks documents.
 
     tokenizer_load(path)            a tokenizer.json, or a folder with it or with vocab.json and merges.txt
     tokenizer_train(texts, size)    byte-level BPE
@@ -69,13 +69,13 @@ def vocab_size_of(tokenizer):
 
 SPACE_CUT = re.compile("(?<=[^\\s\u2581])(?= [^\\s\u2581])")
 PROBE = ("The quick brown fox jumps over the lazy dog. It's 1234 of the lot, in the\nend and to the west: na\u00efve "
-         "\u6771\u4eac (x) {y} = f(a);\n'tis l'\u00e9t\u00e9\tof \"it\" \u2014 5 % of http://a.b/c?d=e&f\nI'm, 'as' one "
-         "of e\u0301 a\u0308\n<b> # x_1\n")
+         "\u6771\u4eac (x) {y} = f(a);\n'tis l'\u00e9t\u00e9\tof \"it\" \u2014 5 % of http://a.b/c?d=e&f\nI'm, 'as' "
+         "one of e\u0301 a\u0308\n<b> # x_1\n")
 
 
 def words_are_apart(tokenizer):
-    """Does no token go from a word into the next? Either a pattern cuts the text into words, or it is SentencePiece's BPE
-    over the whole text and no entry of its vocabulary has a space after a letter."""
+    """Does no token go from a word into the next? Either a pattern cuts the text into words, or it is SentencePiece's
+    BPE over the whole text and no entry of its vocabulary has a space after a letter."""
     spec = json.loads(tokenizer.to_str())
     top = spec.get("pre_tokenizer") or {}
     steps = top.get("pretokenizers", [top])
@@ -87,8 +87,8 @@ def words_are_apart(tokenizer):
 
 
 def cutting(tokenizer):
-    """(places, drops): a pattern of the places where a text may be cut, None if nowhere; drops: the tokenizer puts a space
-    before each piece, so the one at the cut is left out. Tried on a text that is cut at every such place."""
+    """(places, drops): a pattern of the places where a text may be cut, None if nowhere; drops: the tokenizer puts a
+    space before each piece, so the one at the cut is left out. Tried on a text that is cut at every such place."""
     added = tokenizer.get_added_tokens_decoder().values()
     if not words_are_apart(tokenizer) or any(re.search(r"\S |\n\S", token.content) for token in added):
         return None, False

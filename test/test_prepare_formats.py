@@ -1,7 +1,7 @@
-"""Formats of data/prepare.py: every kind that it reads, about 20 MB of each, and every kind that it refuses; the marks of
-documents; the same shards for any number of workers and after a kill at any moment; memory.
+"""Formats of data/prepare.py: every kind that it reads, about 20 MB of each, and every kind that it refuses; the marks
+of documents; the same shards for any number of workers and after a kill at any moment; memory.
 
-python3 -m pytest test/test_prepare_formats.py      .parquet, .arrow and .zst are skipped without pyarrow and zstandard"""
+python3 -m pytest test/test_prepare_formats.py    .parquet, .arrow and .zst are skipped without pyarrow and zstandard"""
 import csv
 import gzip
 import hashlib
@@ -83,8 +83,8 @@ def make_documents(total_bytes, seed=1):
     """Documents of about a thousand bytes in long made-up words, with quotes, tabs and line ends."""
     r = random.Random(seed)
     words = ["".join(r.choice("abcdeilmnorstuvé") for _ in range(r.randint(6, 16))) for _ in range(400)]
-    lines = [" ".join(r.choice(words) for _ in range(r.randint(20, 80))) + r.choice([".", "!\n\n\"a\", b", "\t5\n", "s' 東京"])
-             for _ in range(1000)]
+    ends = [".", "!\n\n\"a\", b", "\t5\n", "s' 東京"]
+    lines = [" ".join(r.choice(words) for _ in range(r.randint(20, 80))) + r.choice(ends) for _ in range(1000)]
     documents, size = [], 0
     while size < total_bytes:
         text = f"{len(documents)} {r.choice(lines)} {r.choice(lines)}"
@@ -211,7 +211,7 @@ def test_format(corpus, kind, tmp_path):
 
 
 def test_nested_folder_of_20_mb(corpus, tmp_path):
-    """Text files of several suffixes at several depths, each a document, in the order of their paths; compressed too."""
+    """Text files of several suffixes at several depths, each a document, in the order of their paths; some packed."""
     folder, documents, _, _ = corpus
     texts = ["\n".join(documents[i:i + 200]) + "\n" for i in range(0, len(documents), 200)]
     paths = []
@@ -221,7 +221,8 @@ def test_nested_folder_of_20_mb(corpus, tmp_path):
         path.write_bytes(gzip.compress(text.encode(), 1) if i % 4 == 3 else text.encode())
         paths.append(path)
     (tmp_path / "d" / ".hidden").write_bytes(b"\0\1")
-    said = run_prepare(tmp_path / "d", "--tokenizer", folder / "tokenizer.json", "--out", tmp_path / "o", "--workers", 2)
+    said = run_prepare(tmp_path / "d", "--tokenizer", folder / "tokenizer.json", "--out", tmp_path / "o", "--workers",
+                       2)
     memory_is_small(said)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     (train, _), = part_tokens(tmp_path / "o", "train")
@@ -241,10 +242,12 @@ def test_shards_of_a_text_are_the_bytes_they_were(tmp_path):
     """Hashes of what the first prepare.py wrote, which held everything in memory."""
     r = random.Random(7)
     words = ["".join(r.choice("abcdeilmnorstuvé") for _ in range(r.randint(1, 9))) for _ in range(900)]
-    lines = [" ".join(r.choice(words) for _ in range(r.randint(0, 30))) + r.choice([".", ",", ":", "\t", " ;  "]) for _ in range(9000)]
+    ends = [".", ",", ":", "\t", " ;  "]
+    lines = [" ".join(r.choice(words) for _ in range(r.randint(0, 30))) + r.choice(ends) for _ in range(9000)]
     (tmp_path / "d").mkdir()
     for i in range(3):
-        (tmp_path / "d" / f"{i}.txt").write_text("\n".join(lines[i::3]) + "\n", encoding="utf-8-sig" if i == 1 else "utf-8")
+        encoding = "utf-8-sig" if i == 1 else "utf-8"
+        (tmp_path / "d" / f"{i}.txt").write_text("\n".join(lines[i::3]) + "\n", encoding=encoding)
     (tmp_path / "book.txt").write_text("\n".join(lines) + "\n")
     found = {}
     for what in ("book.txt", "d"):
@@ -264,7 +267,8 @@ def test_marks_of_documents(family, tmp_path):
     """As the tokenizer's own post-processor has them, and the base model's end-of-text token; said in the data card.
     Long documents are cut into pieces and have the ids of the whole."""
     documents = make_documents(60_000, seed=3)
-    documents = ["short", documents[0], " ".join(documents[1:40]) + "\n\nx", "naïve e\u0301 \u4e1c\u4eac\n" * 3000, *documents[40:]]
+    documents = ["short", documents[0], " ".join(documents[1:40]) + "\n\nx", "naïve e\u0301 \u4e1c\u4eac\n" * 3000,
+                 *documents[40:]]
     tokenizer = FAMILIES[family](documents)
     tokenizer.enable_truncation(5)                             # as some files have it: not for training data
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -355,8 +359,9 @@ REFUSED_KINDS = {
     "a.xz": (b"\xfd7zXZ\0\0\4", "xz data"), "a.bz2": (b"BZh91AY&SY\xff\0", "bzip2 data"),
     "a.tar": (b"x.txt" + b"\0" * 252 + b"ustar\0" + b"\0" * 300, "a tar archive"),
     "a.tar.gz": (gzip.compress(b"x.txt" + b"\0" * 252 + b"ustar\0" + b"\0" * 300), "a tar archive"),
-    "u.txt": ("text".encode("utf-16"), "UTF-16 text"), "s.bin": (SHARD, "a token shard"), "x.npy": (b"\x93NUMPY\1\0", "NumPy"),
-    "r.bin": (bytes(range(250)) * 3, "a .bin without the .idx"), "r.dat": (bytes(range(250)), "binary data of an unknown kind"),
+    "u.txt": ("text".encode("utf-16"), "UTF-16 text"), "s.bin": (SHARD, "a token shard"),
+    "r.bin": (bytes(range(250)) * 3, "a .bin without the .idx"), "x.npy": (b"\x93NUMPY\1\0", "a NumPy array"),
+    "r.dat": (bytes(range(250)), "binary data of an unknown kind"),
     "n.ipynb": (b"{}", "a Jupyter notebook"), "e": (b"\x7fELF\2\1\1\0", "a program"),
     "not.parquet": (b"text", "is not parquet"), "d.sqlite": (b"SQLite format 3\0", "an SQLite database"),
     "array.json": (b'[{"text": "a"}]', "jq -c '.[]'"), "whole.json": (b'{\n"text": "a"\n}\n', "line 1: is not JSON"),
@@ -396,7 +401,7 @@ BAD_CONTENT = {
     "cut.jsonl.gz": (gzip_cut(LINES), "cannot be read after", "get it again"),
     "short.csv": ("\n".join(["id,text", *ROWS, "31"]), "line 32: has 1 fields, the header has 2", "quotes"),
     "open.csv": ("\n".join(["id,text", *ROWS, '31,"a']), "line 32: is not CSV: unexpected end of data", ""),
-    "nofield.csv": ("\n".join(["id,body", *ROWS]), 'line 1: the header has 0 columns "text" (it has: id, body)', "--field"),
+    "other.csv": ("\n".join(["id,body", *ROWS]), '0 columns "text" (it has: id, body), one is needed', "--field"),
     "two.csv": ("\n".join(["text,text", *ROWS]), 'has 2 columns "text"', "--field"),
 }
 
@@ -429,7 +434,8 @@ def test_bad_columns(tmp_path, capsys):
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet
     for name, table, words in (
-            ("number", {"text": [1, 2]}, 'the column "text" is int64'), ("null", {"text": ["a", None]}, "row 2: the column"),
+            ("number", {"text": [1, 2]}, 'the column "text" is int64'),
+            ("null", {"text": ["a", None]}, "row 2: the column"),
             ("other", {"body": ["a"]}, 'no column "text" (it has: body)')):
         path = tmp_path / f"{name}.parquet"
         pyarrow.parquet.write_table(pyarrow.table(table), path)
@@ -510,8 +516,8 @@ SMALL_BLOCKS = {"BLOCK_BYTES": 3000, "CHECKPOINT_SECONDS": 0}
 
 
 def in_child(arguments, kill_at=None):
-    """prepare.main in a fork with small blocks and a checkpoint after each; killed before the n-th call that changes the
-    disk. Its exit status, -9 if it was killed."""
+    """prepare.main in a fork with small blocks and a checkpoint after each; killed before the n-th call that changes
+    the disk. Its exit status, -9 if it was killed."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -537,8 +543,8 @@ def in_child(arguments, kill_at=None):
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
 def test_killed_at_any_moment(kind, tmp_path):
-    """Before every call that changes the disk, the first time and while it goes on: never a name that is complete before
-    all is, and in the end the bytes of the unbroken run."""
+    """Before every call that changes the disk, the first time and while it goes on: never a name that is complete
+    before all is, and in the end the bytes of the unbroken run."""
     documents = make_documents(25_000 if kind == "jsonl" else 110_000, seed=5)
     FAMILIES["llama3"](documents).save(str(tmp_path / "t.json"))
     text = "".join(json.dumps({"text": d}) + "\n" for d in documents)
@@ -584,7 +590,8 @@ def test_resume_only_with_the_same_arguments(tmp_path, capsys):
 def test_killed_with_workers(corpus, tmp_path):
     """20 MB with two workers, killed after a checkpoint: no worker stays, and the bytes are those of one piece."""
     folder, _, _, _ = corpus
-    arguments = [folder / "docs.jsonl", "--tokenizer", folder / "tokenizer.json", "--out", tmp_path / "o", "--workers", 2]
+    arguments = [folder / "docs.jsonl", "--tokenizer", folder / "tokenizer.json", "--out", tmp_path / "o", "--workers",
+                 2]
     program = (f"import sys; sys.path.insert(0, {os.path.dirname(PREPARE)!r}); import prepare; "
                "prepare.CHECKPOINT_SECONDS = 0.1; sys.exit(prepare.main(sys.argv[1:]))")
     run = subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], stdout=subprocess.DEVNULL)
