@@ -9,9 +9,9 @@ HAVE_GPU       := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 DEFAULT_DEVICE := $(if $(and $(HAVE_NVCC),$(HAVE_GPU)),cuda,cpu)
 DEVICE         ?= $(DEFAULT_DEVICE)
 # Variants of the emulated build: CHECK=1 (kernels/emu/emu_check.cpp) and COVERAGE=1 (dev/coverage.sh). Of the CPU
-# build: SANITIZE=1 (addresses, undefined behaviour, leaks).
+# build: SANITIZE=1 (addresses, undefined behaviour, leaks) and DEV=1 (-O1, compiled in a third of the time).
 VARIANT        := $(if $(filter emu,$(DEVICE)),$(if $(CHECK),check,$(if $(COVERAGE),coverage,emu)),$\
-                    $(if $(SANITIZE),sanitize,$(DEVICE)))
+                    $(if $(SANITIZE),sanitize,$(if $(DEV),dev,$(DEVICE))))
 BUILD          := build/$(VARIANT)
 ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
   NUM_CORES := $(shell nproc)
@@ -21,12 +21,13 @@ endif
 CXX  ?= g++
 NVCC ?= nvcc
 LIBS := -lcjson -lpcre2-8 -ldl
-WARN := -Wall -Wextra -Wno-unused-function -Wno-unused-parameter -Wno-unknown-pragmas
+# A switch over an enum has no default, so that a case that is missing is an error (the CUDA build: below).
+WARN := -Wall -Wextra -Werror=switch -Wno-unused-function -Wno-unused-parameter -Wno-unknown-pragmas
 
 # ---- MPI and NCCL -----------------------------------------------------------------------------------------------
 ifdef NO_MPI
   MPI_FLAGS := -DNO_MPI
-else ifeq ($(filter help clean lint list-tests,$(MAKECMDGOALS)),)
+else ifneq ($(filter-out help clean lint list-tests,$(or $(MAKECMDGOALS),all)),)
   ifeq ($(shell command -v mpicc),)
     $(error mpicc is not here: run scripts/setup.sh, or build for one process with NO_MPI=1)
   endif
@@ -56,6 +57,9 @@ ifeq ($(DEVICE),cpu)
   ifdef SANITIZE
     COMPILE  := $(filter-out -O3,$(COMPILE)) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
     LINK     += -fsanitize=address,undefined
+  else ifdef DEV
+    OPT      ?= -O1
+    COMPILE  := $(filter-out -O3,$(COMPILE)) $(OPT)
   endif
 else ifeq ($(DEVICE),emu)
   PREC       ?= fp32 bf16 fp16
@@ -79,13 +83,13 @@ else ifeq ($(DEVICE),emu)
 else ifeq ($(DEVICE),cuda)
   PREC       ?= fp32 bf16 fp16
   TEST_PRECS := $(PREC)
-  # The cards that are here, else sm_80 sm_90 sm_100; PTX of the newest for cards to come.
+  # The GPUs that are here, else sm_80 sm_90 sm_100; PTX of the newest for GPUs to come.
   ARCH       ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
                   | tr -d . | grep -x '[0-9]*' | sort -nu),80 90 100)
   NEWEST     := $(lastword $(ARCH))
   GENCODE    := $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
                 -gencode arch=compute_$(NEWEST),code=compute_$(NEWEST)
-  COMPILE    := $(NVCC) -std=c++17 -O3 --threads 0 -Xcompiler -fopenmp -Xcompiler -Wall -DDEVICE_CUDA -I. \
+  COMPILE    := $(NVCC) -std=c++17 -O3 --threads 0 -Xcompiler -fopenmp,-Wall,-Werror=switch -DDEVICE_CUDA -I. \
                 $(MPI_FLAGS) $(GENCODE)
   LINK       := $(NVCC) -Xcompiler -fopenmp $(GENCODE)
   LIBS       += -lcublasLt $(if $(NO_NCCL),,-lnccl)
@@ -163,7 +167,7 @@ spills:
 	@rm -rf build/spills
 	$(MAKE) -Otarget DEVICE=cuda SPILLS=1 BUILD=build/spills build/spills/train_gpt 2>&1 | dev/spills.py $(SPILLS_TABLE)
 kernel-table:
-	$(MAKE) spills ARCH="80 90 100" SPILLS_TABLE="--table dev/kernels.md"
+	$(MAKE) spills ARCH="80 90 100" SPILLS_TABLE="--table build/kernels.md"
 
 # Every parser under clang's libFuzzer and sanitizers: one program, called by the name of what it parses. Runs nothing:
 # scripts/fuzz.sh does.
@@ -185,6 +189,39 @@ build/fuzz/%.o: kernels/cpu/%.cpp $(BUILD)/flags
 lint:
 	@dev/lint.py
 
+# ---- for who works on it ----------------------------------------------------------------------------------------
+# Does each header compile before any other? Not those that say in their first line whose part they are. In the emulated
+# build too what the CPU build does not see: kernels, and the emulator.
+HEADERS       = $(patsubst ./%,%,$(shell grep -rLE --include=*.h --include=*.cuh '^/\* \S+: part of ' $(HEADER_DIRS)))
+HEADER_DIRS   = data kernels zero model run
+KERNELS       = kernels/emu/% $(shell grep -l __global__ kernels/*.cuh)
+HEADER_CHECK  = $(CXX) -fsyntax-only -x c++ -std=c++17 -fopenmp -Werror=switch -DPREC_BF16 -I. $(MPI_FLAGS)
+headers: $(addprefix build/headers/cpu/,$(filter-out kernels/emu/%,$(HEADERS))) \
+         $(addprefix build/headers/emu/,$(filter $(KERNELS),$(HEADERS)))
+	@echo "headers: $(words $^) compile by themselves"
+build/headers/cpu/%: %
+	@mkdir -p $(@D)
+	@echo '#include "$*"' | $(HEADER_CHECK) -DDEVICE_CPU -Ikernels/cpu -MMD -MP -MT $@ -MF $@.d -
+	@touch $@
+build/headers/emu/%: %
+	@mkdir -p $(@D)
+	@echo '#include "$*"' | $(HEADER_CHECK) -DDEVICE_EMU -Ikernels/emu -Ikernels/cpu -MMD -MP -MT $@ -MF $@.d -
+	@touch $@
+
+# One precision at -O1: a quarter of the time of `make`. Its objects are in build/dev.
+dev:
+	@$(MAKE) DEVICE=cpu DEV=1 PREC=$(firstword $(PREC)) build/dev/train_gpt
+
+# What to run before each commit: under a minute on two cores, from nothing.
+check:
+	@start=$$(date +%s); \
+	$(MAKE) -s DEVICE=cpu DEV=1 PREC=fp32 lint headers build/dev/train_gpt build/dev/test_ops.fp32 || exit; \
+	OMP_NUM_THREADS=1 build/dev/test_ops.fp32 > build/dev/test_ops.log & ops=$$!; \
+	TRAIN_GPT_CPU=build/dev/train_gpt $(PYTHON) -m pytest -q -p no:cacheprovider -n 2 -m "quick and not emu" test; \
+	quick=$$?; wait $$ops; ops=$$?; grep -v '^ok ' build/dev/test_ops.log; \
+	echo "make check: $$(($$(date +%s) - start)) s"; exit $$((quick || ops))
+PYTHON := $(firstword $(wildcard .venv/bin/python) python3)
+
 # ---- what they share --------------------------------------------------------------------------------------------
 MMD      = -MMD -MP -MF $(@:.o=.d)
 COMPILE += $(if $(SPILLS),-Xptxas -v)
@@ -200,30 +237,37 @@ clean:
 
 help:
 	@echo "make                build ./train_gpt for this machine (here: DEVICE=$(DEFAULT_DEVICE))"
+	@echo "make dev            one precision at -O1, a quarter of the time: build/dev/train_gpt (PREC=bf16: another one)"
+	@echo "make check          before a commit: lint, headers, op tests, quick tests; under a minute on two cores"
 	@echo "make tests          build the test programs of this device"
 	@echo "make test           build and run every test of this device (scripts/test.sh runs all devices)"
 	@echo "make fuzz           build the fuzz targets of all parsers (clang); scripts/fuzz.sh runs them"
-	@echo "make lint           check the look of the source: lengths, layers, checked calls, scripts"
+	@echo "make lint           check the look of the source: lengths, includes, enums, checked calls, scripts"
+	@echo "make headers        compile each header by itself"
 	@echo "make spills         compile the CUDA kernels and fail if one spills registers"
-	@echo "make kernel-table   the same for sm_80 sm_90 sm_100, and write dev/kernels.md"
+	@echo "make kernel-table   the same for sm_80 sm_90 sm_100, and write build/kernels.md"
 	@echo "make clean          remove what was built"
+	@echo
+	@echo "One test            build/cpu/test_ops.fp32 layernorm        .venv/bin/python -m pytest test -k min-lr"
+	@echo "Kinds of tests      pytest -m quick, ranks (mpirun), emu, slow; 'not slow' leaves the long ones out"
 	@echo
 	@echo "DEVICE=cpu          g++, OpenMP, OpenBLAS; needs no GPU and no CUDA toolkit"
 	@echo "DEVICE=emu          the CUDA kernels themselves, run on the CPU: for tests"
-	@echo "DEVICE=emu CHECK=1  the same, and every memory access is checked for races and bounds (build/check)"
+	@echo "DEVICE=emu CHECK=1  the same under the memory checker: races, out-of-bounds, uninitialized reads (build/check)"
 	@echo "DEVICE=cpu SANITIZE=1  the same under AddressSanitizer and UndefinedBehaviorSanitizer (build/sanitize)"
 	@echo "DEVICE=cuda         nvcc, cuBLASLt, NCCL"
 	@echo "ISA='avx512 avx2 sse2'  one CPU binary for every x86-64 machine (default: native, this one's instruction set)"
 	@echo "PREC='fp32 bf16'    precisions to compile (now: $(PREC))"
-	@echo "ARCH='80 90'        GPU architectures (cuda; default: the cards found, else 80 90 100)"
+	@echo "ARCH='80 90'        GPU architectures (cuda; default: the GPUs found, else 80 90 100)"
 	@echo "NO_MPI=1 NO_NCCL=1  one process: leave MPI or NCCL out"
 
 # For scripts: make -s DEVICE=emu print-COMPILE
 print-%:
 	@echo '$($*)'
 
-.PHONY: all tests list-tests test fuzz spills kernel-table lint clean help force
+.PHONY: all tests list-tests test fuzz spills kernel-table lint headers dev check clean help force
 .SECONDARY:
-DEPENDENCIES := $(wildcard $(BUILD)/*.d build/fuzz/*.d)
+DEPENDENCIES := $(wildcard $(BUILD)/*.d build/fuzz/*.d $(if $(filter headers,$(MAKECMDGOALS)),\
+                  $(shell find build/headers -name '*.d' 2> /dev/null)))
 $(DEPENDENCIES): ;
 -include $(DEPENDENCIES)

@@ -1,6 +1,6 @@
 /* train_gpt.cu: the program: main, the modes, the training loop.
  *
- * data/    flags.h ds_config.h     options, DeepSpeed's JSON     kernels/  one file per operation: CPU and CUDA code
+ * data/    flags.h flag_rules.h    options, what goes with what  kernels/  one file per operation: CPU and CUDA code
  *          tokens.h loader.h       token shards and batches      zero/     shard.h stages.h  which rank owns what
  *          tokenizer.h             text <-> tokens                         update.h          the end of a step
  *          safetensors.h run_log.h weights, log.jsonl                      save.h            checkpoints
@@ -12,6 +12,7 @@
  *
  * The file is compiled once per precision (PREC_FP32, PREC_BF16, PREC_FP16); the object with PREC_MAIN holds main(). */
 #include "data/ds_config.h"
+#include "data/flag_rules.h"
 #include "model/choices.cuh"
 #include "run/environment.cuh"
 #include "run/evaluate.cuh"
@@ -74,6 +75,7 @@ static void train(Run* run)
     if (run->ask == Ask::END)
         SAY("asked to end: stops after step %zu%s\n", run->step,
             f->out[0] ? ", which is saved" : "; nothing is saved without -o");
+    if (!f->verbose) return;
     if (run->comm.num_ranks > 1 && run->step > 0)
         SAY("sent    %zu bytes by rank 0, asked for %zu; %zu in steps, %zu a step as planned%s\n",
             comm_sent_so_far(&run->comm), run->comm.asked_bytes, run->step_asked_bytes, wire_bytes_per_step(run),
@@ -92,7 +94,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
     run->flags = f;
     run->comm = *comm;
     bool generates = f->given[FLAG_generate] || f->given[FLAG_prompts], exports = f->given[FLAG_export_];
-    bool trains = !generates && !exports && !f->eval && !f->plan && !f->given[FLAG_choices];
+    bool trains = flags_num_modes(f) == 0 || f->bench;
     char resume_path[4096];
     const char* model_name = run_prepare(run, trains, resume_path);
     repeat_check(run);
@@ -140,53 +142,6 @@ void RUN_ALL(const Flags* f, Comm* comm)
 }
 
 #ifdef PREC_MAIN
-static void refuse_what_is_not_there(const Flags* f)
-{
-    char name[64];
-    if (strcmp(f->precision, "fp16") != 0)
-        for (FlagIdx idx : {FLAG_loss_scale, FLAG_initial_scale_power, FLAG_loss_scale_window, FLAG_hysteresis,
-                            FLAG_min_loss_scale, FLAG_consecutive_hysteresis})
-            if (f->given[idx]) die_usage("%s is for -p fp16: leave it out", flag_long_name(&flag_rows[idx], name));
-    double first_scale = exp2((double)f->initial_scale_power);
-    if (strcmp(f->precision, "fp16") == 0 && f->loss_scale == 0 && first_scale < f->min_loss_scale)
-        die_usage("--initial-scale-power %lld starts the loss scale at %g, below --min-loss-scale %g: raise it, or "
-                  "lower that", (long long)f->initial_scale_power, first_scale, f->min_loss_scale);
-    if (f->loss_scale > 0)
-        for (FlagIdx idx : {FLAG_initial_scale_power, FLAG_loss_scale_window, FLAG_hysteresis, FLAG_min_loss_scale,
-                            FLAG_consecutive_hysteresis})
-            if (f->given[idx] && f->from[idx] == FROM_COMMAND_LINE)
-                die_usage("--loss-scale %g stays as it is, so that %s means nothing: leave one of them out",
-                          f->loss_scale, flag_long_name(&flag_rows[idx], name));
-    if (f->spike_skip && f->spike_deviations == 0)
-        die_usage("--spike-skip with --spike-deviations 0: no step is a spike; leave one of them out");
-    if (f->fp32_tensors[0] && strcmp(f->precision, "fp32") == 0)
-        die_usage("--fp32-tensors is for -p bf16 and fp16: in fp32 all tensors are; leave it out");
-    rates_refuse(f);
-#ifdef DEVICE_CPU
-    if (f->tune)
-        die_usage("--tune chooses among cuBLASLt's algorithms; this build multiplies with its own: leave it out");
-#endif
-    bench_refuse(f);
-    if (f->given[FLAG_gpu] && !f->plan) die_usage("--gpu goes with --plan; a run takes the GPU that is here");
-    if (f->given[FLAG_ranks] && !f->plan) die_usage("--ranks goes with --plan; a run takes its ranks from mpirun -np");
-    if ((f->given[FLAG_export_dtype] || f->given[FLAG_shard_bytes]) && !f->given[FLAG_export_])
-        die_usage("--export-dtype and --shard-bytes go with --export; checkpoints hold fp32");
-    if (f->given[FLAG_epochs] && f->given[FLAG_steps])
-        die_usage("-n and --epochs both say where the run ends: give one");
-    if (f->elastic && !f->given[FLAG_resume]) die_usage("--elastic goes with --resume: it keeps a checkpoint's batch");
-    for (FlagIdx idx : {FLAG_save_every, FLAG_keep, FLAG_keep_every, FLAG_on_save_error})
-        if (f->given[idx] && !f->out[0])
-            die_usage("%s needs -o FOLDER to save to", flag_long_name(&flag_rows[idx], name));
-    if (f->given[FLAG_min_lr] && f->min_lr > f->lr)
-        die_usage("--min-lr %g is above the peak --lr %g: lower it", f->min_lr, f->lr);
-    int modes = f->plan + f->eval + f->given[FLAG_generate] + f->given[FLAG_prompts] + f->given[FLAG_export_] +
-                f->given[FLAG_choices] + f->bench;
-    if (f->tune && modes > f->bench) die_usage("--tune goes with training: leave it out");
-    if (modes > 1)
-        die_usage("--plan, --bench, --eval, --choices, --generate, --prompts and --export are different modes: give "
-                  "one");
-}
-
 /* The precisions that this binary holds, Makefile's PREC or this one alone, each for every one of its ISAs. */
 typedef void RunAll(const Flags* f, Comm* comm);
 #define ISA(isa) RunAll run_all_fp32_##isa, run_all_bf16_##isa, run_all_fp16_##isa;
@@ -254,7 +209,7 @@ int main(int argc, char** argv)
     Comm comm;
     char have[64];
     die_rank = comm_launcher_rank();
-    flags_parse(&flags, argc, argv);
+    flags_parse(&flags, &flag_words_of_rows, argc, argv);
     cJSON* repeated = repeat_flags(&flags);
     DsConfig config;
     ds_config_read(&config, &flags);
@@ -265,9 +220,13 @@ int main(int argc, char** argv)
         return 0;
     }
     auto run_all = precision_find(flags.precision);
-    refuse_what_is_not_there(&flags);
+    flags_refuse(&flags);
+    rates_refuse(&flags);
     if (flags.help || flags.version || flags.report) {
-        if (die_rank == 0 && flags.help) flags_help(stdout);
+        if (die_rank == 0 && flags.help) {
+            flags_help(&flags, stdout);
+            rates_help(stdout);
+        }
         if (die_rank == 0 && flags.version) printf("train_gpt " VERSION_LINE "\n");
         if (die_rank == 0 && flags.report) environment_print(VERSION_LINE, precisions_have(have));
         return 0;

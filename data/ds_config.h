@@ -1,10 +1,10 @@
 /* ds_config.h: --config FILE: DeepSpeed's JSON, read as it is, becomes flags.
  *
  * Comments are skipped. "auto" (Hugging Face's word for "what the trainer says") leaves the flag to the command line or
- * to its default. A flag given on the command line stands against the file. A block that is in the file takes
- * DeepSpeed's defaults for what it leaves out, where they differ from train_gpt's; a block that is not there takes
- * train_gpt's. What becomes of a key is one row of ds_keys.h; a key that has none is a mistake and is refused with the
- * nearest that has one. All refusals of a file are said in one sentence. --print-config shows the result. */
+ * to its default. Command-line flags override the file. A block that is in the file takes DeepSpeed's defaults for what
+ * it leaves out, where they differ from train_gpt's; a block that is not there takes train_gpt's. What becomes of a key
+ * is one row of ds_keys.h; a key that has none is a mistake and is refused, with one that is spelled much like it. All
+ * refusals of a file are said in one sentence. --print-config shows the result. */
 #pragma once
 #include "json.h"
 #include "ds_keys.h"
@@ -81,19 +81,18 @@ static void ds_set(DsConfig* c, const char* name, const char* text, const char* 
     int idx = (int)(row - flag_rows);
     flag_long_name(row, buf);
     if (c->flags->given[idx] && c->flags->from[idx] == FROM_COMMAND_LINE) {
-        if (from == c->key) ds_say(c, "%s: %s %s of the command line stands", text, buf,
+        if (from == c->key) ds_say(c, "%s: overridden by %s %s on the command line", text, buf,
                                    flag_value(c->flags, row, value));
         return;
     }
-    if (row->kind == ONEOF && !word_in_list(text, row->choices, '|')) {
-        ds_refuse(c, "%s is not one of %s (%s)", text, row->choices, buf);
+    if (row->kind == ONEOF && !word_in_list(text, flag_choices_of(c->flags, row), '|')) {
+        ds_refuse(c, "%s is not one of %s (%s)", text, flag_choices_of(c->flags, row), buf);
         return;
     }
     bool yes = strcmp(text, "true") == 0, no = strcmp(text, "false") == 0;
     if (row->kind == INT && (yes || no)) text = yes ? "1" : "0";
     snprintf(shown, sizeof shown, "%s: %s: %s", c->file, c->key, buf);
-    if (row->kind == SWITCH) *(bool*)((char*)c->flags + row->offset) = yes;
-    else flag_store(c->flags, row, shown, text);
+    flag_store(c->flags, row, shown, text);
     c->flags->given[idx] = true;
     c->flags->from[idx] = from;
     if (from == c->key) ds_say(c, "%s %s", buf, flag_value(c->flags, row, value));
@@ -153,7 +152,7 @@ static void ds_bf16_master(DsConfig* c, const cJSON* value)
     } else {
         ds_set_from_key(c, "master", "none");
         ds_set_from_key(c, "grad_dtype", "bf16");
-        json_text_add(&c->notes, "  %s: weights are rounded at random\n", c->key);
+        json_text_add(&c->notes, "  %s: weights take stochastic rounding\n", c->key);
     }
 }
 
@@ -176,9 +175,9 @@ static void ds_optimizer(DsConfig* c, const cJSON* value)
         if (kind.beta1 != nullptr) ds_set_default(c, "beta1", kind.beta1);
         if (kind.beta2 != nullptr) ds_set_default(c, "beta2", kind.beta2);
         if (kind.eps != nullptr) ds_set_default(c, "eps", kind.eps);
-        bool stands = strcmp(c->flags->optimizer, kind.ours) == 0;    // else the command line has another
-        if (stands && strcmp(kind.ours, "sgd") == 0) ds_set_default(c, "momentum", "0");
-        if (stands && strcmp(kind.ours, "muon") == 0) {
+        bool is_ours = strcmp(c->flags->optimizer, kind.ours) == 0;    // else the command line has another
+        if (is_ours && strcmp(kind.ours, "sgd") == 0) ds_set_default(c, "momentum", "0");
+        if (is_ours && strcmp(kind.ours, "muon") == 0) {
             char text[64];
             snprintf(text, sizeof text, "%.15g", ds_number_or(c, "optimizer.params.lr", 0.02));
             ds_set_default(c, "muon_lr", text);
@@ -378,23 +377,25 @@ static void ds_blank_comments(char* text)
 static void ds_check_keys(DsConfig* c, const cJSON* object, const char* prefix)
 {
     for (const cJSON* item = object->child; item != nullptr; item = item->next) {
-        char path[192], nearest[192] = "";
+        char path[192];
         snprintf(path, sizeof path, "%s%s%s", prefix, prefix[0] ? "." : "", item->string);
         if (json_get(object, item->string) != item) die_usage("%s: %s is there twice", c->file, path);
         bool known = false, begins = false;
-        int best = 99;
         size_t n = strlen(path);
+        Nearest nearest = nearest_begin(path);
+        nearest.distance = nearest_begin(item->string).distance;     // the block before it is no likeness
         for (const DsKey& row : ds_keys) {
             known = known || strcmp(row.key, path) == 0;
             begins = begins || (strncmp(row.key, path, n) == 0 && row.key[n] == '.');
-            int d = edit_distance(path, row.key);
-            if (d < best) { best = d; snprintf(nearest, sizeof nearest, "%s", row.key); }
+            nearest_offer(&nearest, row.key);
         }
         if (known) continue;
         if (begins && cJSON_IsObject(item)) ds_check_keys(c, item, path);
         else if (begins) die_usage("%s: %s must be an object, is %s", c->file, path, json_type_name(item));
-        else die_usage("%s: %s is no key of DeepSpeed's that is known here%s%s%s; leave it out", c->file, path,
-                       best < 99 ? ": did you mean " : "", nearest, best < 99 ? "?" : "");
+        else if (nearest.nearest[0])
+            die_usage("%s: %s is no key of DeepSpeed's that is known here: did you mean %s? Else leave it out", c->file,
+                      path, nearest.nearest);
+        else die_usage("%s: %s is no key of DeepSpeed's that is known here: leave it out", c->file, path);
     }
 }
 
@@ -485,6 +486,8 @@ static void ds_config_print(const DsConfig* c, FILE* f)
     for (const FlagRow& row : flag_rows) {
         int idx = (int)(&row - flag_rows);
         const char* from = !c->flags->given[idx] ? "default" : c->flags->from[idx];
-        fprintf(f, "  %-28s %-24s %s\n", flag_long_name(&row, name), flag_value(c->flags, &row, value), from);
+        fprintf(f, "  %-28s %-24s %s", flag_long_name(&row, name), flag_value(c->flags, &row, value), from);
+        if (c->flags->as[idx] != nullptr) fprintf(f, ", as %s", flag_given_name(c->flags, idx, name));
+        fprintf(f, "\n");
     }
 }

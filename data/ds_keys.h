@@ -32,7 +32,7 @@
     SAME("bf16.immediate_grad_update",      "a gradient is added to its sum as soon as it is there") \
     SAME("bf16.check_grad_overflow",        "every precision is checked for Inf and NaN") \
     RULE("bf16.bf16_master_weights_and_grads", ds_bf16_master, "") \
-    FLAG("bf16.bf16_optimizer_states",      "state_dtype=bf16", "moments are rounded at random") \
+    FLAG("bf16.bf16_optimizer_states",      "state_dtype=bf16", "moments take stochastic rounding") \
     FLAG("data_types.grad_accum_dtype",     "grad_dtype", "left out, DeepSpeed sums in the model's precision and this program in fp32") \
     ONLY("data_types.param_dtype",          "null", "-p says what parameters are stored in") \
     ONLY("data_types.buffer_dtype",         "null", "-p says it") \
@@ -204,7 +204,7 @@
     SAME("timers",                          "tokens per second are measured by events, without a wait") \
     SAME("log_level",                       "there is one") \
     SAME("flops_profiler",                  "floating-point operations are counted from the shapes: at the start, and in % of peak at each step") \
-    SAME("comms_logger",                    "bytes sent are counted and held against the plan at the end of a run") \
+    SAME("comms_logger",                    "bytes sent are counted and compared with the plan: --verbose prints them") \
     SAME("tensorboard",                     "log.jsonl has it all: scripts/tensorboard.py RUN writes event files") \
     SAME("csv_monitor",                     "log.jsonl has it all") \
     UNLESS_OFF("wandb",                     "nothing is sent over the network: log.jsonl has it all") \

@@ -73,7 +73,7 @@ inline thread_local Attempt* attempt_of_thread = nullptr;
 #define WHERE __FILE__ ":" ERROR_STRING(__LINE__)
 #define ENSURE(cond, ...) do { if (!(cond)) die(__VA_ARGS__); } while (0)
 
-/* Runs work(arg). True if it returned; if it died, false, and its sentence in `why`. Memory and files that it held are
+/* Runs work(arg). True if it returned; if it died, false, and its sentence in `why`. Its memory and open files are
  * not given back then. For work without a collective, and without a C++ object that needs its destructor. */
 static inline bool attempt(void (*work)(void* arg), void* arg, char (&why)[1024])
 {

@@ -9,7 +9,7 @@
  *   json_write_file(path, j)                       2 spaces a level, as Python's json.dumps(indent=2), and fsync
  *   JsonText t                                     a growing string: json_text_add(&t, fmt, ...) json_text_quote(&t, s)
  *
- * `file` in messages is whatever the reader of the message should look at: a path, or "path: section".
+ * `file` in messages is whatever the reader of the message should check: a path, or "path: section".
  * Numbers are doubles in cJSON, so integers are exact up to 2^53 and larger ones are refused, never rounded.
  * Not handled: comments, NaN, strings with a NUL byte (cut there). */
 #pragma once
@@ -99,7 +99,7 @@ static inline char* json_read_file(const char* path, size_t* length)
     return text;
 }
 
-/* The comma that stands before the bracket at `end`, where parsing stopped, or before the one it has just read; else
+/* The comma before the bracket at `end`, where parsing stopped, or before the one it has just read; else
  * null. */
 static inline const char* json_last_comma(const char* text, const char* end)
 {

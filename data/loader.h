@@ -22,7 +22,7 @@
  * shuffle, order is a permutation of 0..W-1 drawn from (seed, epoch) alone: nothing of it is stored (loader_permute).
  * Optimizer step s holds the global batch of positions [s*B*G*R, (s+1)*B*G*R): it may begin in one epoch and end in the
  * next. Position i within it belongs to micro-step g, rank r, row b with i = (g*R + r)*B + b. So B, G and R may change
- * between two runs as long as B*G*R does not, and a changed B*G*R goes on from the same position with the same stream.
+ * between two runs as long as B*G*R does not, and a changed B*G*R continues at the same position of the same stream.
  *
  * End. At limit_windows, if it is not 0, the data end: later rows are empty, inputs 0 and targets -1, which no loss
  * counts. Training for E epochs sets E*W; validation sets W, shuffle off, and its last batch is as short as it comes.

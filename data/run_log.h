@@ -2,6 +2,10 @@
  *   {"run": {"version": ..., "model": ..., one member per flag}}      first, and again at each resume
  *   {"step": 12, "loss": 3.28251214, "norm": ..., ...}                one a step; units are in the names
  *   {"step": 12, "val_loss": ..., "val_tokens": ...}                  after a validation
+ * What is in a line is a table of rows beside the values: STEP_FIELDS (run/report.cuh), VALIDATION_FIELDS and
+ * SAMPLE_FIELDS (run/evaluate.cuh), RUN_FIELDS (run/folder.cuh). A field without a row does not compile: see LogKey.
+ *   F(name, type, unit, when, value, docs)   type: int, real or text; written where `when` holds; docs/looking.md has
+ *                                            unit and docs of each row, which a test compares
  * A number that is not finite is written null. A line is put together in memory and written at once, so that a kill
  * leaves no half of one. Where the disk is full lines wait in memory, and training does not. On resume from step s the
  * lines of later steps are dropped, so that the log never holds a step twice. */
@@ -23,6 +27,13 @@ typedef struct RunLog {
     bool first_member;  // of the object being written
 } RunLog;
 
+/* The name of a field. Made from a row of a table by LOG_FIELD, not from any string. */
+typedef struct LogKey {
+    const char* name;
+    explicit constexpr LogKey(const char* s) : name(s) {}
+} LogKey;
+#define LOG_FIELD(name, type, unit, when, value, docs) if (when) log_##type(log, LogKey(#name), value);
+
 static void log_begin(RunLog* log)
 {
     if (log->f == nullptr) return;
@@ -30,13 +41,13 @@ static void log_begin(RunLog* log)
     log->first_member = true;
 }
 
-static void log_key(RunLog* log, const char* key)
+static void log_key(RunLog* log, LogKey key)
 {
-    fprintf(log->f, "%s\"%s\": ", log->first_member ? "" : ", ", key);
+    fprintf(log->f, "%s\"%s\": ", log->first_member ? "" : ", ", key.name);
     log->first_member = false;
 }
 
-static void log_int(RunLog* log, const char* key, long long value)
+static void log_int(RunLog* log, LogKey key, long long value)
 {
     if (log->f == nullptr) return;
     log_key(log, key);
@@ -44,7 +55,7 @@ static void log_int(RunLog* log, const char* key, long long value)
 }
 
 /* Nine significant digits: enough to tell any two fp32 apart. */
-static void log_real(RunLog* log, const char* key, double value)
+static void log_real(RunLog* log, LogKey key, double value)
 {
     if (log->f == nullptr) return;
     log_key(log, key);
@@ -52,7 +63,7 @@ static void log_real(RunLog* log, const char* key, double value)
     else fputs("null", log->f);
 }
 
-static void log_text(RunLog* log, const char* key, const char* value)
+static void log_text(RunLog* log, LogKey key, const char* value)
 {
     if (log->f == nullptr) return;
     log_key(log, key);

@@ -1,39 +1,45 @@
-/* run_record.h: OUT/run.json, from which a run can be repeated: ./train_gpt --repeat OUT.
+/* run_record.h: OUT/run.json, from which a run can be reproduced: ./train_gpt --repeat OUT.
  *   {"version": "0.1.0", "build": ..., "started": "2026-11-29T12:00:00Z",
  *    "num_ranks": 2, "ranks": ["HOST, DEVICE", ...], "num_threads": 1,
  *    "train_tokens": ..., "val_tokens": ...,
  *    "model_is_here": false,      true: the model is OUT/config.json with new weights, not what --model names
  *    "arguments": ["--lr=0.001", ...],     every flag that was given, paths in full; those of --config as flags
  *    "products": [...]}                    with --tune: see run/tune.cuh
- * Written when a run starts and not when it goes on; each going on is in the log. The data stay where they are: if
- * their number of tokens is another one, a repetition is refused. */
+ * Written when a run starts and not when it is resumed; each resume is in the log. The data stay where they are: if
+ * their number of tokens is another one, --repeat is refused. */
 #pragma once
 #include "json.h"
 #include "flags.h"
 
-/* What was given, and what defaults to something of this build or folder; not what a repetition gives itself. */
+/* What was given, and what defaults to something of this build or folder; not what --repeat gives itself. */
 static bool flag_is_recorded(const Flags* f, int idx, bool model_is_here)
 {
-    if (idx == FLAG_out || idx == FLAG_config || idx == FLAG_repeat) return false;
-    if ((idx == FLAG_resume || idx == FLAG_elastic) && strcmp(f->resume, "auto") == 0) return false;
-    if (idx == FLAG_model) return !model_is_here;
-    if (flag_rows[idx].kind == SWITCH && !*(const bool*)((const char*)f + flag_rows[idx].offset)) return false;
-    return f->given[idx] || idx == FLAG_data;
+    const int is = flag_rows[idx].is;
+    if ((is & START) != 0 || (idx == FLAG_model && model_is_here)) return false;
+    if ((is & RESUMES) != 0 && strcmp(f->resume, "auto") == 0) return false;
+    return flag_is_on(f, idx) || (is & ALWAYS) != 0;
 }
 
-/* As one argument; a path that is there in full, since a repetition may start from elsewhere. A preset is none,
- * whatever folders there are. */
+/* A path in full, since --repeat may start from elsewhere; a pattern (--data 'shards/train_*.bin') too. */
+static const char* path_in_full(const char* path, char (&full)[2 * PATH_MAX])
+{
+    char folder[PATH_MAX];
+    if (realpath(path, full) != nullptr) return full;
+    if (path[0] == '/' || getcwd(folder, sizeof folder) == nullptr) return path;
+    snprintf(full, sizeof full, "%s/%s", folder, path);
+    return full;
+}
+
+/* As one argument. A preset is no path, whatever folders there are. */
 static void record_argument(JsonText* t, const Flags* f, int idx, const char* model_name, bool is_preset)
 {
     const FlagRow* row = &flag_rows[idx];
-    char name[64], buf[64], full[PATH_MAX];
+    char name[64], buf[64], full[2 * PATH_MAX];
     json_text_add(t, "%s", flag_long_name(row, name));
     if (row->kind == SWITCH) return;
     const char* value = idx == FLAG_model ? model_name : flag_value(f, row, buf);
-    if (row->kind == REAL) snprintf(buf, sizeof buf, "%.17g", *(const double*)((const char*)f + row->offset));
-    bool is_path = idx == FLAG_data || idx == FLAG_val || idx == FLAG_resume || idx == FLAG_tokenizer ||
-                   (idx == FLAG_model && !is_preset);
-    if (is_path && realpath(value, full) != nullptr) value = full;
+    bool is_path = (row->is & PATH) != 0 && (idx != FLAG_model || !is_preset);
+    if (is_path && value[0] != 0) value = path_in_full(value, full);
     json_text_add(t, "=%s", value);
 }
 
@@ -82,7 +88,7 @@ static cJSON* repeat_flags(Flags* f)
         argv[argc++] = item->valuestring;
     }
     Flags given = *f;
-    flags_parse(f, argc, (char**)argv);
+    flags_parse(f, f->words, argc, (char**)argv);
     f->repeat = given.repeat;
     f->out = given.out;
     f->given[FLAG_out] = given.given[FLAG_out];

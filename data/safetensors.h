@@ -5,14 +5,14 @@
  *                                                  every header is checked whole, nothing else is read
  *   const SafeTensor* t = safetensors_find(st, name)       null without it; safetensors_get refuses instead
  *   safetensors_read_f32(st, t, first_elem, num_elems, out)      F32, F16, BF16 -> float
- *   safetensors_read_bytes(st, t, first_elem, num_elems, out)    as they lie
+ *   safetensors_read_bytes(st, t, first_elem, num_elems, out)    as they are stored
  *   safetensors_close(st)
  *
  *   SafeTensors* st = safetensors_plan(path, tensors, n, max_file_bytes)   name, dtype, dims of each; touches no file
  *   safetensors_create_files(st)                   one rank: files at full length, headers, index
  *   safetensors_open_files(st)                     the others, after a barrier
  *   safetensors_write_f32 / _bytes(st, t, first_elem, num_elems, src)      any rank, any range, in any order
- *                                                  where src lies in a page as the range does in the file, whole
+ *                                                  where src is aligned to a page as the range is in the file, whole
  *                                                  pages go past the page cache
  *   safetensors_sync(st)                           to the disk; then safetensors_close
  *
@@ -51,7 +51,7 @@ static_assert(sizeof safe_dtypes / sizeof *safe_dtypes == (size_t)SafeDtype::COU
 
 #define SAFE_MAX_DIMS 8
 #define SAFE_MAX_HEADER_BYTES ((size_t)100 * 1000 * 1000)      // the library's own limit
-#define SAFE_DIRECT_BYTES ((size_t)4096)     // what goes past the page cache lies and ends at multiples of this
+#define SAFE_DIRECT_BYTES ((size_t)4096)     // what bypasses the page cache starts and ends at multiples of this
 
 typedef struct {
     const char* name;
@@ -59,7 +59,7 @@ typedef struct {
     int num_dims;
     size_t dims[SAFE_MAX_DIMS];
     size_t num_elems, num_bytes; // follow from dtype and dims
-    size_t file_idx, offset;     // where its first byte lies, from the start of the file
+    size_t file_idx, offset;     // where its first byte is, from the start of the file
 } SafeTensor;
 
 typedef struct {
@@ -187,7 +187,7 @@ static inline SafeTensor safe_parse_tensor(const cJSON* item, const char* path, 
            cJSON_GetArraySize(offsets));
     size_t begin = (size_t)json_item_int(offsets->child, "data_offsets", 0, JSON_MAX_INT, where);
     size_t end = (size_t)json_item_int(offsets->child->next, "data_offsets", 0, JSON_MAX_INT, where);
-    ENSURE(begin <= end && end <= data_bytes, "%s: lies at bytes %zu to %zu of the data, the file has %zu; it was cut "
+    ENSURE(begin <= end && end <= data_bytes, "%s: is at bytes %zu to %zu of the data, the file has %zu; it was cut "
            "short: copy it again", where, begin, end, data_bytes);
     ENSURE(safe_tensor_measure(&t) && t.num_bytes == end - begin, "%s: its shape needs %zu bytes as %s, its offsets "
            "give it %zu; the header is damaged", where, t.num_bytes, safe_dtypes[(int)t.dtype].name, end - begin);
@@ -276,7 +276,7 @@ static inline void safe_read_file(SafeTensors* st, const char* path)
     }
 }
 
-/* Every file that the index names is read once; afterwards each tensor must lie where the index says. */
+/* Every file that the index names is read once; afterwards each tensor must be where the index says. */
 static inline void safe_read_index_files(SafeTensors* st, const cJSON* weight_map, const char* index_path)
 {
     const char* slash = strrchr(index_path, '/');
@@ -368,7 +368,7 @@ static inline void safetensors_close(SafeTensors* st)
 
 /* ---------------------------------------------------------------- reading elements */
 
-/* Elements of a tensor as they lie in their file: no more is mapped, so that a rank's memory is that of its part. */
+/* Elements of a tensor as they are in their file: no more is mapped, so that a rank's memory is that of its part. */
 typedef struct {
     const unsigned char* bytes;
     void* map;
@@ -572,7 +572,7 @@ static inline void safe_write_cached(const SafeFile* file, const void* data, siz
     }
 }
 
-/* Whole pages go past the page cache, which spares a copy and what it costs to forget it again, if `data` lies at the
+/* Whole pages bypass the page cache, which spares a copy and what it costs to forget it again, if `data` is at the
  * same place in a page as in the file. The rest of a page may be another rank's: both write into the cache's page. What
  * cannot go directly, goes through the cache, which then says why it fails. */
 static inline void safe_write_range(const SafeFile* file, const void* data, size_t size_bytes, size_t offset)

@@ -118,7 +118,7 @@ static inline char* sentencepiece_normalize(const SentencePiece* s, const char* 
     return sentencepiece_mark(text, length, s->prepends, s->replaces, out_length);
 }
 
-/* The byte that a spelling like <0xE2> stands for, or -1. */
+/* The byte that a spelling like <0xE2> means, or -1. */
 static inline int sentencepiece_byte(const char* spelling)
 {
     char* end;
@@ -127,7 +127,7 @@ static inline int sentencepiece_byte(const char* spelling)
     return (int)strtol(spelling + 3, &end, 16);
 }
 
-/* What a spelling stands for, into bytes (room for strlen); returns the length. */
+/* What a spelling means, into bytes (room for strlen); returns the length. */
 static inline size_t sentencepiece_unspell(const char* spelling, char* bytes)
 {
     int byte = sentencepiece_byte(spelling);

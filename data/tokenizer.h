@@ -1,6 +1,6 @@
 /* tokenizer.h: text to token ids and back, as the tokenizer.json of a Hugging Face folder says.
  *
- *   Tokenizer* k = tokenizer_open(path)            a tokenizer.json, or the folder it lies in
+ *   Tokenizer* k = tokenizer_open(path)            a tokenizer.json, or the folder it is in
  *   int* ids = tokenizer_encode(k, text, length, &n)     UTF-8 text; special tokens written out in it are recognised;
  *                                                  none are added: k->prefix are those that belong before. free() it
  *   char* text = tokenizer_decode(k, ids, n, &length)    bytes with a NUL after them; a character may be cut by the
@@ -48,7 +48,7 @@ typedef struct {
 
 typedef struct {
     char* spelling;              // as in the file; null: no token has this id
-    char* bytes;                 // what it stands for
+    char* bytes;                 // what it means
     size_t length;
 } Token;
 
@@ -167,7 +167,7 @@ static inline size_t tokenizer_spell_byte(const Tokenizer* k, unsigned char byte
     return 2;
 }
 
-/* What a spelling stands for. One with a character that spells no byte, as in an added token, stands for itself. */
+/* What a spelling means. One with a character that spells no byte, as in an added token, means itself. */
 static inline void tokenizer_unspell(const Tokenizer* k, Token* token, const char* spelling)
 {
     size_t length = strlen(spelling);
@@ -696,7 +696,7 @@ static inline void tokenizer_pieces(const Tokenizer* k, const char* text, size_t
 }
 
 /* Pass 0 cuts at the added tokens that are not "normalized", pass 1 normalizes and cuts at the others, pass 2 is what
- * lies between. */
+ * is between. */
 static inline void tokenizer_cut_at_added(const Tokenizer* k, int pass, const char* text, size_t length, bool first,
                                           TokenIds* out)
 {
@@ -747,7 +747,7 @@ static inline int tokenizer_find(const Tokenizer* k, const char* spelling)
     return token_map_find(k, spelling, strlen(spelling));
 }
 
-/* An id that no token has, as in the gap a vocabulary may leave, stands for nothing. */
+/* An id that no token has, as in the gap a vocabulary may leave, means nothing. */
 static inline const char* tokenizer_token(const Tokenizer* k, int id, size_t* length)
 {
     ENSURE(id >= 0 && id < k->vocab_size, "%s: has no token %d, its ids are 0 to %d; it belongs to another model",

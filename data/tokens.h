@@ -29,7 +29,7 @@
 #include "error.h"
 
 static_assert(sizeof(size_t) == 8, "positions in files are size_t and must have 64 bits");
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "tokens are read as they lie in the file");
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "tokens are read as they are stored in the file");
 
 #define TOKENS_MAGIC_U16 20240520u
 #define TOKENS_MAGIC_U32 20240801u
@@ -212,7 +212,7 @@ static inline bool token_file_read(const TokenFile* file, int fd, size_t first, 
 /* ---------------------------------------------------------------- the files of a data set */
 
 /* Is `name` a shard of the split ("train" or "val")? train_000000.bin; llm.c's fineweb_train_000001.bin and
- * tiny_shakespeare_val.bin; nanoGPT's train.bin: the split stands at the start or after '_', before '_' or ".bin". */
+ * tiny_shakespeare_val.bin; nanoGPT's train.bin: the split is at the start or after '_', before '_' or ".bin". */
 static inline bool token_name_matches(const char* name, const char* split)
 {
     size_t length = strlen(name), split_length = strlen(split);

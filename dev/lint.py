@@ -1,12 +1,19 @@
 #!/usr/bin/env python3
 """lint.py: the rules of the house that a machine can check. `make lint` runs it on every tracked file.
+    dev/lint.py [--words | --order]
 
 Lengths     lines 120 columns (rows of a macro table may be wider), functions 80 lines, files 800 lines. A function
             that is clearer long says so in the comment above it: "long: why".
-Layers      kernels include kernels; zero includes kernels, zero and data; data includes data. data/error.h is for all.
+Arrows      each folder includes only those below it (ARROWS), no files include each other in a circle, and no file
+            declares a function that another one defines: that would be an arrow too. --order prints the files of model/
+            and run/ so that each includes only earlier ones.
+Parts       a header that is not for itself says so in its first line, "part of NAME", and only NAME includes it. All
+            others compile by themselves: `make headers`.
+Enums       a switch over one of ours has no default: the compiler names the case that is missing (-Werror=switch).
 Calls       what CUDA, MPI, NCCL and cuBLASLt return is checked; so is what malloc, fread and fwrite return.
 Kernels     launches through LAUNCH, PTX only in prim.cuh, every __global__ static (one copy per precision).
 Scripts     parse, and pass shellcheck where it is installed.
+Words       --words counts those that dev/words.txt retires, by place.
 """
 import ast
 import pathlib
@@ -23,7 +30,31 @@ UNCHECKED = re.compile(r"^\s*(\(void\)\s*)?((cuda|cublasLt|nccl|MPI_)[A-Z]\w*|fr
 NO_RESULT = {"cudaGetLastError", "ncclGetErrorString", "MPI_Abort", "MPI_CHECK"}
 # Absolute paths of one machine, and notes to self: neither means anything to the next reader.
 FORBIDDEN = re.compile(r"(?<![\w.$}])/(?:home|work|root)/\w|\b(?:TODO|FIXME|XXX|HACK)\b")
-LAYERS = {"kernels": {"kernels"}, "zero": {"kernels", "zero", "data"}, "data": {"data"}}
+BELOW = ("data", "kernels", "kernels/cpu", "zero", "model", "run")
+# What a folder may include: folders, or single files. data/error.h is for all.
+ARROWS = {
+    "data": ("data",),
+    "kernels/cpu": ("kernels/cpu", "kernels/common.cuh"),
+    "kernels/emu": ("kernels/emu", "kernels/cpu"),
+    "kernels": ("kernels", "kernels/cpu"),
+    "zero": BELOW[:4],
+    "model": BELOW[:5],
+    "run": BELOW,
+    ".": BELOW,
+}
+# What replaces CUDA in the emulated build comes in at these points.
+EMULATED = {("kernels/prim.cuh", "kernels/emu/emu.h"), ("kernels/cpu/runtime.cpp", "kernels/emu/runtime_emu.h"),
+            ("kernels/cpu/nccl.cpp", "kernels/emu/emu_check.h"), ("kernels/cpu/nccl.cpp", "kernels/emu/host_mpi.h")}
+PART_OF = re.compile(r"/\* [\w.]+: part of (\w+\.\w+)")
+# A forward declaration: in column 0, ends with a semicolon, no body, no value.
+DECLARED = re.compile(r"^static\b[^;{}=()#]*?\b(\w+)\s*\([^;{}=]*\)[^;{}=]*;", re.M)
+# One interface with two implementations: memory of the CPU build and of the emulated build.
+DECLARED_AHEAD = {("kernels/cpu/runtime_shared.h", "default_budget_bytes"),
+                  ("kernels/cpu/runtime_shared.h", "host_available_bytes")}
+# Enumerators of ours, E::NAME or NAME. NVIDIA's libraries may return values that their headers do not have.
+ENUM_LABEL = re.compile(r"\bcase\s+(?:\w+::\w+|(?!CUBLAS|CUDA)[A-Z][A-Z0-9_]{2,})\s*:(?!:)")
+
+WORDS_ARE_ERRORS = False                             # True once --words counts none: `make lint` fails on one then
 
 problems = []
 
@@ -99,20 +130,91 @@ def check_calls(path, code):
             complain(path, i, "a kernel that is not static: the objects of two precisions would collide")
 
 
-def check_layers(path, lines):
-    folder = path.relative_to(ROOT).parts[0]
+def folder_of(name):
+    return str(pathlib.PurePath(name).parent)
+
+
+def includes_of(path, lines):
+    """(line, included file) of the repository, as names from its root."""
     for i, line in enumerate(lines, 1):
-        match = re.match(r'\s*#include "([^"]+)"', line)
-        if not match or folder not in LAYERS or path.suffix not in C_SUFFIXES:
+        if not (match := re.match(r'\s*#\s*include "([^"]+)"', line)):
             continue
-        target = (path.parent / match[1]).resolve()
-        if not target.exists():
-            target = ROOT / match[1]
-        if not target.exists() or ROOT not in target.parents:
-            continue
-        included = target.relative_to(ROOT)
-        if included.parts[0] not in LAYERS[folder] and included != pathlib.Path("data/error.h"):
-            complain(path, i, f"{folder}/ does not know {included}")
+        for target in (path.parent / match[1], ROOT / match[1]):
+            if target.exists():
+                yield i, str(target.resolve().relative_to(ROOT))
+                break
+
+
+def check_arrows(path, lines):
+    """Which files may be included from this one."""
+    name = str(path.relative_to(ROOT))
+    allowed = ARROWS.get(folder_of(name))
+    for i, included in includes_of(path, lines):
+        if allowed is not None and included != "data/error.h" and (name, included) not in EMULATED and \
+                folder_of(included) not in allowed and included not in allowed:
+            complain(path, i, f"{folder_of(name)}/ does not know {included}")
+        whole = PART_OF.match((ROOT / included).read_text())
+        if whole and whole[1] != path.name:
+            complain(path, i, f"{included} is part of {whole[1]}")
+
+
+def order(graph):
+    """Files so that each includes only earlier ones; a circle is named by the lines that close it."""
+    done, ordered = {}, []
+
+    def visit(name, way):
+        if name in done:
+            if not done[name]:                           # under way: it is on the way here
+                circle = way[[n for n, _ in way].index(name):]
+                complain(ROOT / circle[-1][0], circle[-1][1], "a circle: " + ", ".join(
+                    f"{n}:{i}" for n, i in circle) + f" includes {name}")
+            return
+        done[name] = False
+        for i, included in sorted(graph.get(name, [])):
+            visit(included, [*way, (name, i)])
+        done[name] = True
+        ordered.append(name)
+
+    for name in sorted(graph):
+        visit(name, [])
+    return ordered
+
+
+def check_declarations(code_of):
+    """code_of: {file: its lines without comments}. A function is declared only in the file that defines it, of which
+    parts are parts."""
+    whole_of, defined = {}, {}
+    for name, code in code_of.items():
+        part = PART_OF.match((ROOT / name).read_text())
+        whole_of[name] = part[1] if part else pathlib.PurePath(name).name
+        for match in re.finditer(r"^\w[^;{}=#]*?\b(\w+)\s*\([^;{}=]*\)[^;{}=]*\{", "\n".join(code), re.M):
+            defined.setdefault(match[1], {})[whole_of[name]] = (name, "\n".join(code)[:match.start(1)].count("\n") + 1)
+    for name, code in code_of.items():
+        text = "\n".join(code)
+        for match in DECLARED.finditer(text):
+            places = defined.get(match[1], {})
+            if places and whole_of[name] not in places and (name, match[1]) not in DECLARED_AHEAD:
+                where = ", ".join(f"{file}:{line}" for file, line in places.values())
+                complain(ROOT / name, text[:match.start(1)].count("\n") + 1,
+                         f"declares {match[1]}, which {where} defines: an arrow that no include shows")
+
+
+def check_enums(path, code):
+    """Blocks by their depth of braces: has one of the same switch cases that are enumerators, and a default?"""
+    stack = []
+    for i, line in enumerate(code, 1):
+        if stack and ENUM_LABEL.search(line):
+            stack[-1]["enum"] = True
+        if stack and re.search(r"\bdefault\s*:", line):
+            stack[-1]["default"] = i
+        for brace in re.findall(r"[{}]", line):
+            if brace == "{":
+                stack.append({})
+            elif stack:
+                block = stack.pop()
+                if "enum" in block and "default" in block:
+                    complain(path, block["default"], "default in a switch over an enum: name the cases, so that the "
+                                                     "compiler names the one that is missing")
 
 
 def check_script(path, text):
@@ -131,8 +233,59 @@ def check_script(path, text):
                 complain(path, 1, (result.stdout + result.stderr).strip())
 
 
+# ---- words ------------------------------------------------------------------------------------------------------
+def strings_and_comments(lines):
+    """The insides of C strings, and the comments, of a file."""
+    pattern = re.compile(r'(//[^\n]*|/\*.*?\*/)|"((?:\\.|[^"\\\n])*)"|\'(?:\\.|[^\'\\\n])*\'', re.S)
+    found = pattern.findall("\n".join(lines))
+    return "\n".join(string for _, string in found), "\n".join(comment for comment, _ in found)
+
+
+def text_by_place(files):
+    """{place: text} of what a reader reads: pages, --help, messages, comments."""
+    places = {}
+
+    def put(place, text):
+        places[place] = places.get(place, "") + "\n" + text
+
+    for path in files:
+        name, lines = str(path.relative_to(ROOT)), path.read_text().split("\n")
+        if name in ("README.md", "CHANGELOG.md"):
+            put(name, "\n".join(lines))
+        elif name.startswith("docs/"):
+            put("docs/", "\n".join(lines))
+        elif path.suffix in C_SUFFIXES and not name.startswith("test/"):
+            strings, comments = strings_and_comments(lines)
+            put("--help" if name == "data/flags.h" else "messages", strings)
+            put("comments", comments)
+        elif path.suffix in (".py", ".sh", "") and not name.startswith("test/") and name != "dev/lint.py":
+            put("comments", "\n".join(re.findall(r'#[^!\n]*|""".*?"""', "\n".join(lines), re.S)))
+    return places
+
+
+def count_words(files):
+    """Prints a row for each retired word that is still there: how often in each place. Returns their number."""
+    places = text_by_place(files)
+    total = 0
+    print(f"{'word':36}" + "".join(f"{place:>14}" for place in places))
+    for row in (ROOT / "dev/words.txt").read_text().splitlines():
+        if row.startswith("#") or not row.strip():
+            continue
+        pattern, _, instead = row.partition(" -> ")
+        counts = [len(re.findall(pattern.strip(), text, re.I)) for text in places.values()]
+        if sum(counts):
+            print(f"{pattern.strip()[:35]:36}" + "".join(f"{n or '-':>14}" for n in counts) + f"   {instead.strip()}")
+        total += sum(counts)
+    print(f"words: {total} retired ones")
+    return total
+
+
 def main():
     files = [path for path in tracked_files() if path.suffix in TEXT_SUFFIXES or path.name == "Makefile"]
+    if "--words" in sys.argv:
+        count_words(files)
+        return
+    graph, code_of = {}, {}
     for path in files:
         text = path.read_text()
         lines = text.split("\n")
@@ -142,10 +295,19 @@ def main():
         check_text(path, lines)
         check_script(path, text)
         if path.suffix in C_SUFFIXES:
-            code = without_comments(lines)
+            name, code = str(path.relative_to(ROOT)), without_comments(lines)
             check_functions(path, lines, code)
             check_calls(path, code)
-            check_layers(path, lines)
+            check_enums(path, code)
+            check_arrows(path, lines)
+            graph[name], code_of[name] = list(includes_of(path, lines)), code
+    if WORDS_ARE_ERRORS and count_words(files) > 0:
+        problems.append("retired words: see above")
+    ordered = order(graph)
+    check_declarations(code_of)
+    if "--order" in sys.argv:
+        print(*[name for name in ordered if folder_of(name) in ("model", "run")], sep="\n")
+        return
     print("\n".join(problems), end="\n" if problems else "")
     print(f"lint: {len(files)} files, {len(problems)} problems")
     sys.exit(bool(problems))

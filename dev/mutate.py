@@ -5,7 +5,8 @@ stream wait, event record, host wait and collective of the program is removed or
   dev/mutate.py                    all; prints each mutation with what noticed it, then the survivors
   dev/mutate.py --list             the mutations, and nothing is built
   dev/mutate.py --only attention   those whose file:line or text this regular expression finds
-  dev/mutate.py --log FILE         the same into a file; what noticed a mutation in the one that was there goes first
+  dev/mutate.py --log FILE         where it goes too (build/mutations.log): what noticed a mutation in the one that was
+                                   there goes first
 
 All mutations are compiled at once, into a copy of the tree in build/mutate: each is asked for by `if (mutant(17))`,
 and the environment says which one is on. First every test runs with none, which tells how long it takes and which
@@ -69,11 +70,11 @@ PAGEABLE = "after a copy to pageable memory, which is complete when the call ret
 TOGETHER = "ranks begin to be timed together, with nothing under way: without it only times are others"
 # "file: what is mutated", or with the kind "file: what is mutated: kind" -> why nothing can show it.
 SPARED = {
-    "zero/stages.h: CUDA_CHECK(cudaEventRecord(z->grad_ring_free[k], z->reduce));: event record: wrong stream":
+    "zero/memory.h: CUDA_CHECK(cudaEventRecord(z->grad_ring_free[k], z->reduce));: event record: wrong stream":
         "at start-up: no stream has been given anything yet, so on any of them the event is complete at once",
     "zero/offload.h: CUDA_CHECK(cudaEventRecord(o->stored[k], o->d2h));: event record: wrong stream": "the same",
     "zero/offload.h: CUDA_CHECK(cudaEventRecord(o->loaded[k], o->h2d));: event record: wrong stream": "the same",
-    "zero/stages.h: CUDA_CHECK(cudaEventRecord(z->states_copied, z->d2h));: event record: wrong stream": "the same",
+    "zero/memory.h: CUDA_CHECK(cudaEventRecord(z->states_copied, z->d2h));: event record: wrong stream": "the same",
     "zero/stages.h: CUDA_CHECK(cudaStreamSynchronize(z->compute));": PAGEABLE,
     "zero/account.h: CUDA_CHECK(cudaStreamSynchronize(z->compute));": PAGEABLE,
     "run/evaluate.cuh: CUDA_CHECK(cudaStreamSynchronize(z->compute));": PAGEABLE,
@@ -391,7 +392,7 @@ class Programs:
             shutil.rmtree(folder / made, ignore_errors=True)
         output, results = "", []
         for flags in self.runs:
-            command = [program, *flags, "-p", self.precision]
+            command = [program, *flags, "-p", self.precision, "--verbose"]
             if self.ranks > 1:
                 others = [*self.wrapper, *command, *self.other]
                 command = ["mpirun", "-np", 1, *command, ":", "-np", self.ranks - 1, *others]
@@ -494,7 +495,7 @@ TESTS = [
 
 def remembered(log):
     """Of a log of before: what is mutated -> the test, build and seed that noticed it, which are tried first."""
-    lines = log.read_text().splitlines() if log and log.exists() else []
+    lines = log.read_text().splitlines() if log.exists() else []
     found = {}
     for line, why in zip(lines, lines[1:]):
         if line.startswith("noticed"):
@@ -528,7 +529,8 @@ def main():
     parser.add_argument("--list", action="store_true", help="print the mutations only")
     parser.add_argument("--only", default="", help="those whose file:line or text this finds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time")
-    parser.add_argument("--log", type=pathlib.Path, help="write what is printed to this file too")
+    parser.add_argument("--log", type=pathlib.Path, default=ROOT / "build" / "mutations.log",
+                        help="where it goes too (default: build/mutations.log)")
     options = parser.parse_args()
     if options.list:
         found = []
@@ -537,8 +539,9 @@ def main():
         print("\n".join(f"{m}{'  SPARED' if m.spared else ''}" for m in found
                         if re.search(options.only, str(m))))
         return 0
+    options.log.parent.mkdir(exist_ok=True)
     before = remembered(options.log)
-    log, lock, start, thread = open(options.log or os.devnull, "w"), threading.Lock(), time.time(), threading.local()
+    log, lock, start, thread = open(options.log, "w"), threading.Lock(), time.time(), threading.local()
 
     def say(text):
         with lock:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every row of the op tests, the largest too, in every precision: 5 seeds of the plain emulator, 2 of the checked one.
-#   dev/ops_seeds.sh [PRECISION ...]    prints a line per run, as many at a time as there are cores;
-#                                       dev/ops_seeds.log keeps the last complete one
+#   dev/ops_seeds.sh [PRECISION ...]    prints a line per run, as many at a time as there are cores, also into
+#                                       build/logs/ops_seeds.out
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 precisions=("$@")

@@ -57,6 +57,7 @@ static void loss_accumulate(double* sums, const float* losses, const int* target
 }
 
 #ifdef OP_TESTS
+#include "optest.h"
 
 static void loss_accumulate_test(OpRun* run)
 {

@@ -9,36 +9,21 @@
  * needs   NH % NKV == 0: query head h reads key/value head h / (NH/NKV); any B, T; any HS on the CPU, <= 256 on a GPU
  * exact   every sum is taken in a fixed order by one thread or warp, without atomics: same bits on every run and for
  *         any number of CPU threads. Arithmetic is fp32, but on a GPU in bf16 and fp16 as attention_mma.cuh says.
- * cost    forward 2, backward 5 products of T*(T+1)/2 * HS multiply-adds per query head, judged against the FMA peak
+ * cost    forward 2, backward 5 GEMMs of T*(T+1)/2 * HS multiply-adds per query head, judged against the FMA peak
  * source  Dao et al. 2022, arXiv:2205.14135 (tiles, online softmax, recomputation); the transposed scores of the CPU
  *         code are our own */
 #pragma once
-#include "dropout.cuh"
+#include "attention_dims.cuh"
+#include "attention_mma.cuh"
 #ifdef DEVICE_CPU
 #include "kernels/cpu/gemm.h"
 #endif
 
-typedef struct { int B, T, NH, NKV, HS; float scale; } AttentionDims;
-
-/* Where a head's first row starts in qkv, out and lse, and how far its rows are apart. */
-HOSTDEV size_t attention_ld_qkv(AttentionDims a) { return (size_t)(a.NH + 2 * a.NKV) * a.HS; }
-HOSTDEV size_t attention_ld_out(AttentionDims a) { return (size_t)a.NH * a.HS; }
-HOSTDEV size_t attention_q(AttentionDims a, int b, int h) { return (size_t)b * a.T * attention_ld_qkv(a) + h * a.HS; }
-HOSTDEV size_t attention_k(AttentionDims a, int b, int kv_head) { return attention_q(a, b, a.NH + kv_head); }
-HOSTDEV size_t attention_v(AttentionDims a, int b, int kv_head) { return attention_q(a, b, a.NH + a.NKV + kv_head); }
-HOSTDEV size_t attention_o(AttentionDims a, int b, int h) { return (size_t)b * a.T * attention_ld_out(a) + h * a.HS; }
-/* k of one score. */
-HOSTDEV float attention_keep(DropoutKey key, const Dropout& d, int query, int key_idx, int T)
-{
-    return dropout_keeps(key, (unsigned)query * (unsigned)T + (unsigned)key_idx, d.threshold) ? d.scale : 0.0f;
-}
-HOSTDEV size_t attention_l(AttentionDims a, int b, int h) { return ((size_t)b * a.NH + h) * a.T; }
-
 #ifdef DEVICE_CPU
 
 /* A block of queries is one panel of NR columns. Scores are kept transposed, s[key][query]: a column is a query, so the
- * softmax runs down the vectors without a horizontal sum, and s and p are the packed operand that the next product
- * wants. Every product below is a gemm_tile. Keys come in tiles whose scores stay in the nearest caches. */
+ * softmax runs down the vectors without a horizontal sum, and s and p are the packed operand that the next GEMM
+ * wants. Every GEMM below is a gemm_tile. Keys come in tiles whose scores stay in the nearest caches. */
 enum { ATTENTION_QUERIES = GEMM_NR, ATTENTION_KEYS_FORWARD = 512, ATTENTION_KEYS_BACKWARD = 128 };
 
 /* One head's matrices, packed, and the tiles of one thread. Rows beyond T and head elements beyond HS are zero. */
@@ -569,13 +554,6 @@ attention_backward_kv_kernel(floatX* dqkv, const floatX* dout, const float* lse,
             }
 }
 
-/* A block may use 48 KiB without asking. */
-template<class Kernel> static void attention_allow_shared(Kernel kernel, size_t bytes)
-{
-    if (bytes > 48 * 1024)
-        CUDA_CHECK(cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-}
-
 template<int HSP, bool DROPS> static void attention_forward_launch(floatX* out, float* lse, const floatX* qkv,
                                                                    AttentionDims a, Dropout d, cudaStream_t stream)
 {
@@ -611,7 +589,6 @@ template<int HSP, bool DROPS> static void attention_backward_launch(floatX* dqkv
 static bool attention_uses_mma(AttentionDims, std::initializer_list<const void*>) { return false; }
 static size_t attention_scratch_elems(int B, int T, int NH, int HS) { (void)HS; return (size_t)B * NH * T; }
 #else
-#include "attention_mma.cuh"
 /* The statistics of the rows, or for head sizes of the 32-bit path delta alone, which is less. */
 static size_t attention_scratch_elems(int B, int T, int NH, int HS)
 {
@@ -635,7 +612,7 @@ static AttentionDims attention_dims(int B, int T, int NH, int NKV, int HS, float
     return {B, T, NH, NKV, HS, scale};
 }
 
-/* What the ops cost: the causal half of so many products, and so many rows of a head in and out, with lse. */
+/* What the ops cost: the causal half of so many GEMMs, and so many rows of a head in and out, with lse. */
 static double attention_flops(int num_products, int B, int T, int NH, int HS)
 {
     return (double)num_products * B * NH * HS * T * (T + 1.0);

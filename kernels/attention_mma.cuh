@@ -1,24 +1,26 @@
 /* attention_mma.cuh: attention on tensor cores, the 16-bit half of attention.cuh, which has the formulas and shapes.
- * Products multiply bf16 or fp16 and sum in fp32; probabilities and ds are rounded to floatX between two products.
+ * GEMMs multiply bf16 or fp16 and sum in fp32; probabilities and ds are rounded to floatX between two GEMMs.
  * how     A block has 4 warps, each with 16 or 32 rows of one side: queries (forward, dq) or keys (dk and dv). The
  *         other side comes in tiles through two buffers, copied by cp.async while the one before is worked on: one
  *         barrier a tile. What a warp computes of a tile, scores and ds, stays in its registers: an accumulator's
- *         layout is that of the next product's left operand. All three kernels are made of the same two products,
- *         mma_dot and mma_add. Head elements are padded with zeros to HSP: 64, 128 or 256. Rows lie in shared memory in
+ *         layout is that of the next GEMM's left operand. All three kernels are made of the same two GEMMs,
+ *         mma_dot and mma_add. Head elements are padded with zeros to HSP: 64, 128 or 256. Rows are in shared memory in
  *         chunks of 16 bytes, chunk c of row r at c ^ (r % 8), so that the 8 rows of an ldmatrix hit 32 banks.
  * needs   HS % 8 == 0, 16-byte aligned tensors, scale > 0; any T. Other head sizes take the 32-bit path.
  * exact   no atomics, no block waits for another: dq is summed over keys by the block of its queries, dk and dv over
  *         queries and the query heads of a group by the block of their keys. The price is that the backward computes
- *         scores and dp twice: 7 products instead of 5.
+ *         scores and dp twice: 7 GEMMs instead of 5.
  * source  Dao 2023, arXiv:2307.08691 */
 #pragma once
-#include "vec.cuh"
+#include "attention_dims.cuh"
+
+#if !defined(DEVICE_CPU) && !defined(PREC_FP32)
 
 static constexpr int MMA_BLOCK = 128;                // 4 warps
 static constexpr int STATS_ROWS = 128;               // rows of statistics are padded to whole blocks of queries
 
 /* What a warp and a block take of each side. The sizes keep a block within 99 KiB of shared memory, what the
- * smallest card has, and a thread within 255 registers. */
+ * smallest GPU has, and a thread within 255 registers. */
 template <int HSP, bool DROPS = false> struct MmaShape {
     static constexpr int CHUNKS = HSP / 8;                                     // of 16 bytes, in a row
     static constexpr int M_FORWARD = HSP <= (DROPS ? 64 : 128) ? 2 : 1;        // 16-row tiles of a warp
@@ -55,7 +57,7 @@ DEV uint32_t pack_pair(float lo, float hi)
     return bits;
 }
 
-/* Where element 8 * chunk of a row lies in a tile. */
+/* Where element 8 * chunk of a row is in a tile. */
 template <int HSP> DEV int swizzled(int row, int chunk) { return row * HSP + ((chunk ^ (row & 7)) << 3); }
 
 /* Starts to copy rows first.. of a head's (T, HS) matrix to a tile; zeros past T and HS. By the whole block. */
@@ -70,7 +72,7 @@ template <int HSP, int ROWS> DEV void mma_load(floatX* tile, const floatX* src, 
 }
 
 /* dot[m][n] = rows[16 m ..] . cols[8 n ..], for M tiles of 16 rows and N of 8 columns, over the whole head. rows and
- * cols point at row 0 or 16 of eight of their tiles: swizzling goes by the lane alone. */
+ * cols point at row 0 or 16 of eight of their tiles: swizzling depends on the lane alone. */
 template <int HSP, int M, int N> DEV void mma_dot(float (&dot)[M][N][4], const floatX* rows, const floatX* cols)
 {
     const int lane = threadIdx.x % 32;
@@ -278,7 +280,7 @@ attention_forward_mma_kernel(floatX* out, float* lse, const floatX* qkv, Attenti
 
 /* ---- backward */
 
-/* GROUP lanes a row of out, 8 elements each; the rows of one head after another, as the statistics lie. */
+/* GROUP lanes a row of out, 8 elements each; the rows of one head after another, as the statistics are stored. */
 template <int HSP> static __global__ void __launch_bounds__(256)
 attention_stats_kernel(float* stats, const floatX* dout, const floatX* out, const float* lse, AttentionDims a)
 {
@@ -529,3 +531,5 @@ template <int HSP, bool DROPS> static void attention_backward_mma(floatX* dqkv, 
            stats, qkv, a, d);
     CUDA_CHECK(cudaGetLastError());
 }
+
+#endif

@@ -1,4 +1,4 @@
-/* attention_tests.h: the op tests of attention.cuh, at the end of which it is included. */
+/* attention_tests.h: part of attention.cuh: its op tests. */
 #pragma once
 #include "optest.h"
 

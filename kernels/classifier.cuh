@@ -329,6 +329,7 @@ static void classifier_piece_backward(floatX* logits, const float* maxima, const
 }
 
 #ifdef OP_TESTS
+#include "optest.h"
 
 template <class R> static void classifier_forward_ref(R* losses, const R* logits, const int* targets, int rows, int V,
                                                       int VP)
@@ -358,7 +359,7 @@ template <class R> static void classifier_backward_ref(R* dlogits, const R* logi
     }
 }
 
-/* Logits are far from each other (deviation 4) as in a trained model, and lie around -30 or 30, where exp without the
+/* Logits are far from each other (deviation 4) as in a trained model, and are around -30 or 30, where exp without the
  * maximum taken off would vanish or overflow. About one target in eight is not counted. */
 static OpInts classifier_test_targets(OpRun* run, int rows, int V)
 {
@@ -426,7 +427,7 @@ static void classifier_piece_test(OpRun* run)
     auto reference = [&](auto* z, auto* out_losses, auto* out_maxima, auto* out_sums) {
         typedef std::remove_reference_t<decltype(*z)> R;
         R* whole = (R*)malloc_checked(2 * logits.n * sizeof(R));
-        R* slopes = whole + logits.n;
+        R* gradients = whole + logits.n;
         auto place = [&](int row, int v) {
             const LogitsPiece* p = &pieces[v / width];
             return (size_t)rows * p->first + (size_t)row * p->stride + (v - p->first);
@@ -434,14 +435,14 @@ static void classifier_piece_test(OpRun* run)
         for (int row = 0; row < rows; row++)
             for (int v = 0; v < VP; v++) whole[(size_t)row * VP + v] = z[place(row, v)];
         classifier_forward_ref(out_losses, whole, targets.h, rows, V, VP);
-        classifier_backward_ref(slopes, whole, targets.h, rows, V, VP, R(0.25 * scale));
+        classifier_backward_ref(gradients, whole, targets.h, rows, V, VP, R(0.25 * scale));
         for (int row = 0; row < rows; row++) {
             R m = whole[(size_t)row * VP], sum = 0;
             for (int v = 1; v < V; v++) m = whole[(size_t)row * VP + v] > m ? whole[(size_t)row * VP + v] : m;
             for (int v = 0; v < V; v++) sum += std::exp(whole[(size_t)row * VP + v] - m);
             out_maxima[row] = m;
             out_sums[row] = sum;
-            for (int v = 0; v < VP; v++) z[place(row, v)] = slopes[(size_t)row * VP + v];
+            for (int v = 0; v < VP; v++) z[place(row, v)] = gradients[(size_t)row * VP + v];
         }
         free(whole);
     };
@@ -453,7 +454,7 @@ static void classifier_piece_test(OpRun* run)
     free(pieces);
 }
 
-static void classifier_slope_test(OpRun* run)
+static void classifier_gradient_test(OpRun* run)
 {
     const int rows = run->dims[0], V = run->dims[1], VP = (int)round_up(V, 64);
     OpTensor<floatX> logits = op_input<floatX>(run, "logits", (size_t)rows * VP, 0.0, 2.0);
@@ -482,8 +483,8 @@ static const OpTest classifier_tests[] = {
     {"classifier_piece", classifier_piece_test, {7, 1000, 192}, OpWhen::ALWAYS},
     {"classifier_piece", classifier_piece_test, {3, 257, 64}, OpWhen::ALWAYS},
     {"classifier_piece", classifier_piece_test, {33, 50257, 16768}, OpWhen::LARGE},
-    {"classifier_slope", classifier_slope_test, {3, 64}, OpWhen::ALWAYS},
-    {"classifier_slope", classifier_slope_test, {5, 128}, OpWhen::ALWAYS},
+    {"classifier_gradient", classifier_gradient_test, {3, 64}, OpWhen::ALWAYS},
+    {"classifier_gradient", classifier_gradient_test, {5, 128}, OpWhen::ALWAYS},
     {"classifier_forward", classifier_forward_test, {1024, 50257}, OpWhen::BENCH},
     {"classifier", classifier_test, {1024, 50257}, OpWhen::BENCH},
 };

@@ -1,7 +1,8 @@
-/* common.cuh: what every op file stands on: the floating-point type of this build, CUDA call checks, small helpers.
- *   floatX      storage type of parameters and activations (PREC_FP32, PREC_BF16 or PREC_FP16; arithmetic is always
- * fp32) load_f, store_f   floatX <-> float ON_CPU(call)      in the CPU build: runs `call` and returns from the
- * launcher; elsewhere nothing CUDA_CHECK(call)  a failed call names itself, file:line and the library's words */
+/* common.cuh: what every op file needs: the floating-point type of this build, CUDA call checks, small helpers.
+ *   floatX            storage type of parameters and activations: PREC_FP32, PREC_BF16 or PREC_FP16. Arithmetic is fp32
+ *   load_f, store_f   floatX <-> float
+ *   ON_CPU(call)      in the CPU build runs `call` and returns from the launcher; elsewhere nothing
+ *   CUDA_CHECK(call)  a failed call names itself, file:line and the library's words */
 #pragma once
 #include <cassert>
 #include <cmath>

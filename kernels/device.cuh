@@ -1,15 +1,16 @@
-/* device.cuh: the device this rank runs on: chosen, named, and what it can do at best.
- * A GPU is one row of gpu_rows: dense peaks from NVIDIA's data sheets (no sparsity), fp32 without TF32. In the CPU
- * build the peak is measured at start: fused multiply-adds on all threads of the rank. Nothing else asks for a device
- * by name. */
+/* device.cuh: the device this rank runs on: chosen, named, and what it can do at best. A GPU's figures are those of its
+ * row in gpus.h, or of its compute capability; the CPU's peak is measured, by those that print or use it. Nothing else
+ * asks for a device by name.
+ *   device_init      takes the device of this rank          device_imagine   another GPU, for a plan
+ *   device_measure   the CPU's peak and bandwidth */
 #pragma once
 #include <ctime>
 #include <sched.h>
-#include <strings.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 #include "common.cuh"
+#include "gpus.h"
 #ifdef DEVICE_CPU
 #include "kernels/cpu/simd.h"
 #endif
@@ -17,38 +18,12 @@
 #include "kernels/cpu/device.h"
 #endif
 
-/* A GPU: dense 16-bit tensor-core peak with fp32 accumulation, fp32 peak, memory bandwidth; link, bus to the host's
- * memory (if that is less, half of this memory's bandwidth) and network adapter, in one direction; memory; what of the
- * peak large products reach, and what attention by mma.sync does with long sequences and heads of 64. The last two are
- * others' measurements where docs/benchmarks.md names them */
-typedef struct {
-    const char* name;
-    double tensor16_tflops, fp32_tflops, memory_gbps, link_gbps, host_gbps, network_gbps, memory_gb;
-    double product_share, attention_tflops;
-} GpuRow;
-
-/* The first row whose name is in the card's. */
-static const GpuRow gpu_rows[] = {
-    {"GB200", 2500, 80, 8000, 900, 256, 50, 186, 0.72, 330},
-    {"B200", 2250, 75, 8000, 900, 64, 50, 180, 0.72, 330},
-    {"GH200", 989.4, 67, 4900, 450, 256, 50, 144, 0.75, 300},
-    {"H200", 989.4, 67, 4800, 450, 64, 50, 141, 0.72, 300},
-    {"H100 PCIe", 756, 51, 2000, 64, 64, 25, 80, 0.72, 230},
-    {"H100", 989.4, 67, 3350, 450, 64, 50, 80, 0.72, 300},
-    {"A100-SXM", 312, 19.5, 2039, 300, 32, 25, 80, 0.77, 180},
-    {"A100", 312, 19.5, 1935, 32, 32, 25, 80, 0.74, 170},
-    {"L40S", 362, 91.6, 864, 32, 32, 12.5, 48, 0.7, 190},
-    {"L4", 121, 30.3, 300, 32, 32, 12.5, 24, 0.6, 60},
-    {"A10G", 70, 31.5, 600, 32, 32, 12.5, 24, 0.8, 38},
-    {"RTX 4090", 165.2, 82.6, 1008, 32, 32, 1.25, 24, 0.9, 90},
-    {"RTX 3090", 71, 35.6, 936, 32, 32, 1.25, 24, 0.9, 38},
-    {"RTX 5090", 209.5, 104.8, 1792, 64, 64, 1.25, 32, 0.9, 115},
-};
-
 typedef struct Device {
     char name[256];
-    const GpuRow* row;        // null: a CPU, or a card that is not in the table
+    const GpuRow* row;        // null: not a GPU
+    GpuRow generic;           // the row of a GPU that is not in the table
     double peak_flops;        // of floatX per rank; 0 if not known
+    char peak_source[96];     // where that is from, if neither measured nor from the table
     double memory_gbps, link_gbps;   // 0 if not known
     int num_threads;          // host threads per rank
     size_t memory_bytes;
@@ -124,13 +99,25 @@ static double cpu_triad_gbps(int num_threads)
 }
 #endif
 
-/* For estimates, which alone need it: takes 0.1 s. */
-static void device_measure_memory(Device* d)
+/* The peak of this rank while all ranks of the host measure theirs, or TRAIN_GPT_PEAK_GFLOPS of the environment: 65 ms
+ * to 0.5 s. The memory's bandwidth too for estimates, which alone need it: 0.1 s. */
+static void device_measure(Device* d, int host_num_ranks, bool for_estimates)
 {
 #ifdef DEVICE_CPU
-    d->memory_gbps = cpu_triad_gbps(d->num_threads);
+    const char* given = getenv("TRAIN_GPT_PEAK_GFLOPS");
+    if (given != nullptr && given[0]) {
+        char* end;
+        d->peak_flops = strtod(given, &end) * 1e9;
+        if (*end || !(d->peak_flops > 0 && d->peak_flops < 1e21))
+            die("TRAIN_GPT_PEAK_GFLOPS is \"%s\": a number above 0, or leave it out to have it measured", given);
+        snprintf(d->peak_source, sizeof d->peak_source, "TRAIN_GPT_PEAK_GFLOPS");
+    } else {
+        double cores = (double)sysconf(_SC_NPROCESSORS_ONLN), threads = (double)host_num_ranks * d->num_threads;
+        d->peak_flops = cpu_peak_flops(d->num_threads) * fmin(1.0, cores / threads);   // threads may share cores
+    }
+    if (for_estimates) d->memory_gbps = cpu_triad_gbps(d->num_threads);
 #else
-    (void)d;
+    (void)d, (void)host_num_ranks, (void)for_estimates;
 #endif
 }
 
@@ -161,23 +148,39 @@ static void device_rate(Device* d, const GpuRow* row)
     d->link_gbps = row->link_gbps;
 }
 
-/* A device that is not here, by its name in the table, for a plan. */
+/* A GPU that is not here, by its name in the table, for a plan. */
 static void device_imagine(Device* d, const char* name)
 {
-    for (const GpuRow& row : gpu_rows) {
-        if (strcasecmp(name, row.name) != 0) continue;
-        device_rate(d, &row);
-        d->memory_bytes = (size_t)(row.memory_gb * 1e9);
-        snprintf(d->name, sizeof d->name, "%s (not here: on paper)", row.name);
-        return;
+    const GpuRow* row = gpu_find(name);
+    if (row == nullptr) {
+        char known[512] = "";
+        for (const GpuRow& r : gpu_rows)
+            snprintf(known + strlen(known), sizeof known - strlen(known), "%s%s", known[0] ? ", " : "", r.name);
+        die("--gpu %s is not in the table: have %s", name, known);
     }
-    char known[256] = "";
-    for (const GpuRow& row : gpu_rows)
-        snprintf(known + strlen(known), sizeof known - strlen(known), "%s%s", known[0] ? ", " : "", row.name);
-    die("--gpu %s is not in the table: have %s", name, known);
+    device_rate(d, row);
+    d->memory_bytes = (size_t)(row->memory_gb * 1e9);
+    snprintf(d->name, sizeof d->name, "%s (not here: estimated)", row->name);
 }
 
-/* Takes the device of this host rank; refuses more ranks than GPUs and cards older than sm_80. budget_mb (0: none)
+#ifdef DEVICE_CUDA
+/* Figures of a GPU that is not in the table, from its compute capability and what the runtime says of it. */
+static void device_rate_generic(Device* d, int device, const cudaDeviceProp* prop)
+{
+    int clock_khz = 0, memory_khz = 0, bus_bits = 0;
+    CUDA_CHECK(cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&memory_khz, cudaDevAttrMemoryClockRate, device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&bus_bits, cudaDevAttrGlobalMemoryBusWidth, device));
+    double memory_gbps = 2e-6 * memory_khz * bus_bits / 8;  // two transfers in a clock
+    d->generic = gpu_generic(d->name, prop->major, prop->minor, prop->multiProcessorCount, 1e-6 * clock_khz,
+                             memory_gbps, prop->totalGlobalMem * 1e-9);
+    device_rate(d, &d->generic);
+    snprintf(d->peak_source, sizeof d->peak_source, "not in the table: estimated from sm_%d%d, %d SMs, %.0f MHz",
+             prop->major, prop->minor, prop->multiProcessorCount, 1e-3 * clock_khz);
+}
+#endif
+
+/* Takes the device of this host rank; refuses more ranks than GPUs and GPUs older than sm_80. budget_mb (0: none)
  * limits what a device that is not a GPU gives. */
 static void device_init(Device* d, int host_rank, int host_num_ranks, size_t budget_mb)
 {
@@ -196,11 +199,9 @@ static void device_init(Device* d, int host_rank, int host_num_ranks, size_t bud
     CUDA_CHECK(cudaGetDeviceProperties(&prop, host_rank));
     ENSURE(prop.major >= 8, "%s is sm_%d%d, need sm_80 or newer", prop.name, prop.major, prop.minor);
     snprintf(d->name, sizeof d->name, "%s", prop.name);
-    for (const GpuRow& row : gpu_rows) {
-        if (strstr(prop.name, row.name) == nullptr) continue;
-        device_rate(d, &row);
-        break;
-    }
+    const GpuRow* row = gpu_find(prop.name);
+    if (row != nullptr) device_rate(d, row);
+    else device_rate_generic(d, host_rank, &prop);
 #elif defined(DEVICE_EMU)
     (void)host_rank;
     if (budget_mb > 0) device_set_budget(budget_mb << 20);
@@ -209,8 +210,6 @@ static void device_init(Device* d, int host_rank, int host_num_ranks, size_t bud
     (void)host_rank;
     if (budget_mb > 0) device_set_budget(budget_mb << 20);
     snprintf(d->name, sizeof d->name, "CPU");
-    double cores = (double)sysconf(_SC_NPROCESSORS_ONLN), threads = (double)host_num_ranks * d->num_threads;
-    d->peak_flops = cpu_peak_flops(d->num_threads) * fmin(1.0, cores / threads);   // more threads than cores share them
 #endif
     size_t free_bytes;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &d->memory_bytes));

@@ -1,6 +1,6 @@
 /* dropout.cuh: elements set to 0 with probability p, the others divided by 1 - p. No mask is ever stored: whether an
  * element stays is a function of (seed, layer, site, position of its sequence in the data stream, element), so that a
- * forward made again and the backward see the same mask, and so do any number of ranks, micro-steps and stages.
+ * recomputed forward and the backward see the same mask, and so do any number of ranks, micro-steps and stages.
  *   out = inp * keeps / (1 - p)            the backward is the same on gradients
  * shapes  out inp (B,row_elems) floatX, out may be inp
  * writes  out =
@@ -9,7 +9,7 @@
  * cost    two sizes of the tensor, judged against memory bandwidth
  * source  Srivastava et al. 2014. The generator is a counter: 64 bits of (seed, layer, site, sequence) by splitmix64's
  *         finaliser (Steele, Lea & Flood 2014), then for each element two rounds of Wellons' lowbias32
- *         (nullprogram.com/blog/2018/07/31), one for each half of the key: 4 products of 32 bits an element */
+ *         (nullprogram.com/blog/2018/07/31), one for each half of the key: 4 multiplications of 32 bits an element */
 #pragma once
 #include "vec.cuh"
 

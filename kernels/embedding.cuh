@@ -13,7 +13,7 @@
 #include <climits>
 #include "vec.cuh"
 
-/* The tokens that the first row of a piece of wte and those after it stand for. */
+/* The tokens of a piece of wte: that of its first row, and how many. */
 typedef struct { int first, count; } TokenRange;
 static const TokenRange ALL_TOKENS = {0, INT_MAX};
 
@@ -112,7 +112,7 @@ embedding_backward_wpe_kernel(float* dwpe, const floatX* dout, int B, int T, int
     }
 }
 
-/* Block n asks whether tokens[n] stands further left; if so it is done, mostly after a few looks. If not, the token is
+/* Block n asks whether tokens[n] is also further left; if so it is done, mostly after a few tests. If not, the token is
  * its own: it lists the token's places from n on, a chunk at a time and in order, and adds their rows in registers.
  * blockIdx.y is the range of columns. */
 template <int W> static __global__ void __launch_bounds__(EMBEDDING_BLOCK)
@@ -185,7 +185,7 @@ template <int W> static void embedding_backward_launch(float* dwte, float* dwpe,
 
 #endif
 
-/* positions null: row n stands at n % T. */
+/* positions null: row n is at position n % T. */
 template <class E, class P> static void embedding_rows(floatX* out, const int* tokens, const int* positions,
                                                        const E* wte, const P* wpe, TokenRange range, int N, int T,
                                                        int C, cudaStream_t stream)
@@ -203,12 +203,6 @@ template <class E, class P> static void embedding_rows(floatX* out, const int* t
 #endif
 }
 
-static void embedding_forward(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe, int B, int T, int C,
-                              cudaStream_t stream)
-{
-    embedding_rows(out, tokens, nullptr, wte, wpe, ALL_TOKENS, B * T, T, C, stream);
-}
-
 static void embedding_backward(float* dwte, float* dwpe, const floatX* dout, const int* tokens, int B, int T, int C,
                                cudaStream_t stream, TokenRange range = ALL_TOKENS)
 {
@@ -223,6 +217,7 @@ static void embedding_backward(float* dwte, float* dwpe, const floatX* dout, con
 }
 
 #ifdef OP_TESTS
+#include "optest.h"
 
 template <class R> static void embedding_forward_ref(R* out, const int* tokens, const R* wte, const R* wpe, int B,
                                                      int T, int C)
@@ -255,7 +250,7 @@ static void embedding_forward_test(OpRun* run)
     OpTensor<floatX> wpe = op_input<floatX>(run, "wpe", (size_t)T * C, 0.0, 1.0);
     OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)B * T * C);
     OP_RUN(run, 2.0 * out.n * sizeof(floatX), 0,
-           embedding_forward(out.dev, tokens.dev, wte.dev, wpe.dev, B, T, C, 0));
+           embedding_rows(out.dev, tokens.dev, nullptr, wte.dev, wpe.dev, ALL_TOKENS, B * T, T, C, 0));
     embedding_forward_ref(out.f64, tokens.h, wte.f64, wpe.f64, B, T, C);
     op_check_exact(run, out);
 }

@@ -1,6 +1,6 @@
 /* global_norm.cuh: what one rank knows about all its gradients, and a fingerprint of any state.
  *   global_norm_accumulate: result[0] += sum of grad^2 over finite values    result[1] += number of Inf and NaN
- *   nonfinite_find:         found[i] = part i of the gradients has an Inf or NaN; of a step skipped for one only
+ *   nonfinite_find:         found[i] = part i of the gradients is non-finite; of a step skipped for one only
  *   state_hash_accumulate:  result += sum_i mix(first_idx + i, bits of float i) mod 2^64
  * shapes  grad (n) FP32 or floatX's; values (n) any Dtype; result 2 double, or 1 uint64;
  *         scratch (global_norm_scratch_elems()) double
@@ -210,8 +210,9 @@ static void state_hash_accumulate(unsigned long long* result, const Values& valu
 }
 
 #ifdef OP_TESTS
+#include "optest.h"
 
-/* The largest finite number, an infinity and a NaN lie among the gradients where dims[1] says so; dims[2]: floatX. */
+/* The largest finite number, an infinity and a NaN are among the gradients where dims[1] says so; dims[2]: floatX. */
 template <class T> static void global_norm_run(OpRun* run, Dtype dtype)
 {
     const size_t n = (size_t)run->dims[0];

@@ -7,17 +7,14 @@
  *         dweight dbias (C) fp32; scratch (layernorm_scratch_elems(C)) fp32
  * writes  forward out =, mean =, rstd =, residual = (may be a or b); backward dinp +=, dweight +=, dbias +=
  * needs   any N, C >= 1; on a GPU rows of whole 16-byte vectors are faster
- * exact   fixed reduction order: same bits on every run and for any number of CPU threads. The rows are cut into at
- *         most LAYERNORM_PARTS runs; each sums its dweight and dbias into scratch, and the runs are added in order.
- *         residual is rounded to floatX before its mean is taken, so the backward sees the very numbers of the forward.
+ * exact   fixed reduction order: same bits on every run and for any number of CPU threads. residual is rounded to
+ *         floatX before its mean is taken, so the backward sees the very numbers of the forward.
  * cost    forward 2*N*C*s bytes (with residual 4*N*C*s), backward 4*N*C*s, judged against memory bandwidth
- * source  Ba, Kiros & Hinton 2016, arXiv:1607.06450 */
+ * source  Ba, Kiros & Hinton 2016, arXiv:1607.06450. The backward on a GPU is in norm.cuh, shared with RMSNorm. */
 #pragma once
-#include "vec.cuh"
+#include "norm.cuh"
 
 #ifdef DEVICE_CPU
-
-static constexpr int LAYERNORM_PARTS = 64;
 
 /* P is the type of weight and bias. */
 template <class P> static void layernorm_row_cpu(floatX* out, float* mean, float* rstd, const floatX* x,
@@ -51,8 +48,7 @@ template <class P> static void residual_layernorm_forward_cpu(floatX* residual, 
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
         floatX* row = residual + (size_t)n * C;
-        #pragma omp simd
-        for (int c = 0; c < C; c++) store_f(row + c, load_f(a[(size_t)n * C + c]) + load_f(b[(size_t)n * C + c]));
+        norm_residual_row_cpu(row, a + (size_t)n * C, b + (size_t)n * C, C);
         layernorm_row_cpu(out + (size_t)n * C, mean + n, rstd + n, row, weight, bias, C, eps);
     }
 }
@@ -83,55 +79,27 @@ template <class P> static void layernorm_backward_cpu(floatX* dinp, float* dweig
                                                       const floatX* dout, const floatX* inp, const P* weight,
                                                       const float* mean, const float* rstd, int N, int C)
 {
-    const int num_parts = N < LAYERNORM_PARTS ? N : LAYERNORM_PARTS;
-    #pragma omp parallel for
-    for (int part = 0; part < num_parts; part++) {
-        float* part_dweight = scratch + (size_t)part * 2 * C;
-        memset(part_dweight, 0, 2 * (size_t)C * sizeof(float));
-        const size_t end = (size_t)N * (part + 1) / num_parts;
-        for (size_t n = (size_t)N * part / num_parts; n < end; n++)
-            layernorm_backward_row_cpu(dinp + n * C, part_dweight, part_dweight + C, dout + n * C, inp + n * C, weight,
-                                       mean[n], rstd[n], C);
-    }
-    #pragma omp parallel for
-    for (int start = 0; start < C; start += 128) {
-        const int end = start + 128 < C ? start + 128 : C;
-        for (int part = 0; part < num_parts; part++) {
-            const float* part_dweight = scratch + (size_t)part * 2 * C;
-            #pragma omp simd
-            for (int c = start; c < end; c++) {
-                dweight[c] += part_dweight[c];
-                dbias[c] += part_dweight[C + c];
-            }
-        }
-    }
+    norm_backward_cpu(dweight, dbias, scratch, N, C, [=](size_t n, float* part_dweight, float* part_dbias) {
+        layernorm_backward_row_cpu(dinp + n * C, part_dweight, part_dbias, dout + n * C, inp + n * C, weight, mean[n],
+                                   rstd[n], C);
+    });
 }
 
 #else
 
-static constexpr int LAYERNORM_PARTS = 512;          // enough blocks to fill a GPU, few enough to add up cheaply
-static constexpr int LAYERNORM_BLOCK = 256;
-static constexpr int LAYERNORM_MAX_BLOCK = 1024;
-
 /* A warp a row. The row is read three times, the second and third time from the L1 cache. Without RESIDUAL a is the
  * input, and b and residual are not touched. */
-template <bool RESIDUAL, int W, class P> static __global__ void __launch_bounds__(LAYERNORM_BLOCK)
+template <bool RESIDUAL, int W, class P> static __global__ void __launch_bounds__(NORM_BLOCK)
 layernorm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* a, const floatX* b,
                          const P* weight, const P* bias, int N, int C, float eps)
 {
-    const size_t n = (size_t)blockIdx.x * (LAYERNORM_BLOCK / 32) + threadIdx.x / 32;
+    const size_t n = (size_t)blockIdx.x * (NORM_BLOCK / 32) + threadIdx.x / 32;
     if (n >= (size_t)N) return;
     const int first = threadIdx.x % 32 * W;
     const floatX* row = (RESIDUAL ? residual : a) + n * C;
     float x[W], y[W], z[W], sum = 0.0f, sum_squares = 0.0f;
     for (int c = first; c < C; c += 32 * W) {
-        load_vec(x, a + n * C + c);
-        if (RESIDUAL) {
-            load_vec(y, b + n * C + c);
-#pragma unroll
-            for (int k = 0; k < W; k++) x[k] = round_x(x[k] + y[k]);
-            store_vec(residual + n * C + c, x);
-        }
+        norm_input<RESIDUAL>(x, residual + n * C + c, a + n * C + c, b + n * C + c);
 #pragma unroll
         for (int k = 0; k < W; k++) sum += x[k];
     }
@@ -156,147 +124,18 @@ layernorm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd
     }
 }
 
-/* What row n does to W columns of dinp, and to their share of dweight and dbias. */
-template <int W, class P> DEV void layernorm_backward_columns(floatX* dinp, float (&dweight)[W], float (&dbias)[W],
-                                                              const floatX* dout, const floatX* inp, const P* weight,
-                                                              float mean, float rstd, float mean_g, float mean_g_xhat)
-{
-    float dy[W], x[W], w[W], dx[W];
-    load_vec(dy, dout);
-    load_vec(x, inp);
-    load_vec(w, weight);
-    load_vec(dx, dinp);
-#pragma unroll
-    for (int k = 0; k < W; k++) {
-        const float xhat = (x[k] - mean) * rstd;
-        dx[k] += rstd * (dy[k] * w[k] - mean_g - xhat * mean_g_xhat);
-        dweight[k] += dy[k] * xhat;
-        dbias[k] += dy[k];
-    }
-    store_vec(dinp, dx);
-}
-
-/* A block a part, its rows one after another, one barrier each. A thread owns W columns and keeps their sums in
- * registers; in rows too long for the block it owns more, and keeps the sums of those in scratch. */
-template <int W, class P> static __global__ void __launch_bounds__(LAYERNORM_MAX_BLOCK)
-layernorm_backward_kernel(floatX* dinp, float* scratch, const floatX* dout, const floatX* inp, const P* weight,
-                          const float* mean, const float* rstd, int N, int C)
-{
-    SHARED(float, partial, [2][2][32]);              // alternates, so that one barrier a row is enough
-    const int first = threadIdx.x * W, stride = blockDim.x * W, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int num_warps = blockDim.x / 32;
-    float* part_dweight = scratch + (size_t)blockIdx.x * 2 * C;
-    float* part_dbias = part_dweight + C;
-    float dweight[W] = {}, dbias[W] = {}, more_dweight[W] = {}, more_dbias[W] = {};
-    for (int c = first + stride; c < C; c += stride) {
-        store_vec(part_dweight + c, more_dweight);
-        store_vec(part_dbias + c, more_dbias);
-    }
-    const size_t end = (size_t)N * (blockIdx.x + 1) / gridDim.x;
-    for (size_t n = (size_t)N * blockIdx.x / gridDim.x; n < end; n++) {
-        const float m = mean[n], r = rstd[n];
-        float sum_g = 0.0f, sum_g_xhat = 0.0f;
-        for (int c = first; c < C; c += stride) {
-            float dy[W], x[W], w[W];
-            load_vec(dy, dout + n * C + c);
-            load_vec(x, inp + n * C + c);
-            load_vec(w, weight + c);
-#pragma unroll
-            for (int k = 0; k < W; k++) {
-                sum_g += dy[k] * w[k];
-                sum_g_xhat += dy[k] * w[k] * ((x[k] - m) * r);
-            }
-        }
-        sum_g = warp_sum(sum_g);
-        sum_g_xhat = warp_sum(sum_g_xhat);
-        if (lane == 0) {
-            partial[n % 2][0][warp] = sum_g;
-            partial[n % 2][1][warp] = sum_g_xhat;
-        }
-        __syncthreads();
-        const float mean_g = warp_sum(lane < num_warps ? partial[n % 2][0][lane] : 0.0f) / (float)C;
-        const float mean_g_xhat = warp_sum(lane < num_warps ? partial[n % 2][1][lane] : 0.0f) / (float)C;
-        if (first < C)
-            layernorm_backward_columns(dinp + n * C + first, dweight, dbias, dout + n * C + first, inp + n * C + first,
-                                       weight + first, m, r, mean_g, mean_g_xhat);
-        for (int c = first + stride; c < C; c += stride) {
-            load_vec(more_dweight, part_dweight + c);
-            load_vec(more_dbias, part_dbias + c);
-            layernorm_backward_columns(dinp + n * C + c, more_dweight, more_dbias, dout + n * C + c, inp + n * C + c,
-                                       weight + c, m, r, mean_g, mean_g_xhat);
-            store_vec(part_dweight + c, more_dweight);
-            store_vec(part_dbias + c, more_dbias);
-        }
-    }
-    if (first < C) {
-        store_vec(part_dweight + first, dweight);
-        store_vec(part_dbias + first, dbias);
-    }
-}
-
-/* A block adds 32 columns of all parts: warp w takes parts w, w + 8, ..., then warp 0 adds the warps in order. */
-static __global__ void __launch_bounds__(LAYERNORM_BLOCK)
-layernorm_reduce_kernel(float* dweight, float* dbias, const float* scratch, int num_parts, int C)
-{
-    static constexpr int NUM_WARPS = LAYERNORM_BLOCK / 32;
-    SHARED(float, partial, [2][NUM_WARPS][32]);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
-    float sum_dweight = 0.0f, sum_dbias = 0.0f;
-    if (c < C) {
-        for (int part = warp; part < num_parts; part += NUM_WARPS) {
-            sum_dweight += scratch[(size_t)part * 2 * C + c];
-            sum_dbias += scratch[(size_t)part * 2 * C + C + c];
-        }
-    }
-    partial[0][warp][lane] = sum_dweight;
-    partial[1][warp][lane] = sum_dbias;
-    __syncthreads();
-    if (warp > 0 || c >= C) return;
-    for (int w = 1; w < NUM_WARPS; w++) {
-        sum_dweight += partial[0][w][lane];
-        sum_dbias += partial[1][w][lane];
-    }
-    dweight[c] += sum_dweight;
-    dbias[c] += sum_dbias;
-}
-
 template <bool RESIDUAL, class P> static void layernorm_forward_launch(floatX* residual, floatX* out, float* mean,
                                                                        float* rstd, const floatX* a, const floatX* b,
                                                                        const P* weight, const P* bias, int N, int C,
                                                                        float eps, cudaStream_t stream)
 {
-    const unsigned grid = (unsigned)ceil_div(N, LAYERNORM_BLOCK / 32);
+    const unsigned grid = (unsigned)ceil_div(N, NORM_BLOCK / 32);
     if (is_vec(a, C) && is_vec(b, C) && is_vec(residual, C) && is_vec(out, C) && is_vec(weight, C) && is_vec(bias, C))
-        LAUNCH((layernorm_forward_kernel<RESIDUAL, VEC, P>), grid, LAYERNORM_BLOCK, 0, stream, residual, out, mean,
+        LAUNCH((layernorm_forward_kernel<RESIDUAL, VEC, P>), grid, NORM_BLOCK, 0, stream, residual, out, mean,
                rstd, a, b, weight, bias, N, C, eps);
     else
-        LAUNCH((layernorm_forward_kernel<RESIDUAL, 1, P>), grid, LAYERNORM_BLOCK, 0, stream, residual, out, mean, rstd,
+        LAUNCH((layernorm_forward_kernel<RESIDUAL, 1, P>), grid, NORM_BLOCK, 0, stream, residual, out, mean, rstd,
                a, b, weight, bias, N, C, eps);
-    CUDA_CHECK(cudaGetLastError());
-}
-
-static unsigned layernorm_block(int C, int width)
-{
-    const size_t threads = round_up(ceil_div(C, width), 32);
-    return threads < LAYERNORM_MAX_BLOCK ? (unsigned)threads : LAYERNORM_MAX_BLOCK;
-}
-
-template <class P> static void layernorm_backward_launch(floatX* dinp, float* dweight, float* dbias, float* scratch,
-                                                         const floatX* dout, const floatX* inp, const P* weight,
-                                                         const float* mean, const float* rstd, int N, int C,
-                                                         cudaStream_t stream)
-{
-    constexpr int W = sizeof(P) > sizeof(floatX) ? 4 : VEC;   // fp32 weights beside 16 bits: 8 of each would spill
-    const int num_parts = N < LAYERNORM_PARTS ? N : LAYERNORM_PARTS;
-    if (is_vec(dinp, C) && is_vec(dout, C) && is_vec(inp, C) && is_vec(weight, C) && is_vec(scratch, C))
-        LAUNCH((layernorm_backward_kernel<W, P>), num_parts, layernorm_block(C, W), 0, stream, dinp, scratch, dout,
-               inp, weight, mean, rstd, N, C);
-    else
-        LAUNCH((layernorm_backward_kernel<1, P>), num_parts, layernorm_block(C, 1), 0, stream, dinp, scratch, dout,
-               inp, weight, mean, rstd, N, C);
-    CUDA_CHECK(cudaGetLastError());
-    LAUNCH(layernorm_reduce_kernel, (unsigned)ceil_div(C, 32), LAYERNORM_BLOCK, 0, stream, dweight, dbias, scratch,
-           num_parts, C);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -325,7 +164,7 @@ template <class P> static void residual_layernorm_forward(floatX* residual, floa
 #endif
 }
 
-static size_t layernorm_scratch_elems(int C) { return (size_t)LAYERNORM_PARTS * 2 * C; }
+static size_t layernorm_scratch_elems(int C) { return (size_t)NORM_PARTS * 2 * C; }
 
 template <class P> static void layernorm_backward(floatX* dinp, float* dweight, float* dbias, float* scratch,
                                                   const floatX* dout, const floatX* inp, const P* weight,
@@ -335,168 +174,32 @@ template <class P> static void layernorm_backward(floatX* dinp, float* dweight, 
     OP(stream, 0, 4.0 * N * C * sizeof(floatX), N, C);
     ON_CPU(layernorm_backward_cpu(dinp, dweight, dbias, scratch, dout, inp, weight, mean, rstd, N, C));
 #ifndef DEVICE_CPU
-    layernorm_backward_launch(dinp, dweight, dbias, scratch, dout, inp, weight, mean, rstd, N, C, stream);
+    constexpr int W = sizeof(P) > sizeof(floatX) ? 4 : VEC;   // fp32 weights beside 16 bits: 8 of each would spill
+    norm_backward_launch<true, W>(dweight, dbias, dinp, scratch, dout, inp, weight, mean, rstd, N, C, stream);
 #endif
 }
 
 #ifdef OP_TESTS
+#include "norm_tests.h"
 
-template <class R> static void layernorm_forward_ref(R* out, R* mean, R* rstd, const R* inp, const R* weight,
-                                                     const R* bias, int N, int C, R eps)
-{
-    for (int n = 0; n < N; n++) {
-        const R* x = inp + (size_t)n * C;
-        R sum = 0, sum_squares = 0;
-        for (int c = 0; c < C; c++) sum += x[c];
-        mean[n] = sum / C;
-        for (int c = 0; c < C; c++) sum_squares += (x[c] - mean[n]) * (x[c] - mean[n]);
-        rstd[n] = 1 / std::sqrt(sum_squares / C + eps);
-        for (int c = 0; c < C; c++) out[(size_t)n * C + c] = (x[c] - mean[n]) * rstd[n] * weight[c] + bias[c];
+/* As norm_tests.h calls them; residual null: out is the norm of a. */
+struct LayerNormOps {
+    static constexpr bool CENTERED = true;
+    static size_t scratch_elems(int C) { return layernorm_scratch_elems(C); }
+    template <class P> static void forward(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* a,
+                                           const floatX* b, const P* weight, const P* bias, int N, int C, float eps)
+    {
+        if (residual == nullptr) layernorm_forward(out, mean, rstd, a, weight, bias, N, C, eps, 0);
+        else residual_layernorm_forward(residual, out, mean, rstd, a, b, weight, bias, N, C, eps, 0);
     }
-}
-
-template <class R> static void layernorm_backward_ref(R* dinp, R* dweight, R* dbias, const R* dout, const R* inp,
-                                                      const R* weight, const R* mean, const R* rstd, int N, int C)
-{
-    for (int n = 0; n < N; n++) {
-        const R* x = inp + (size_t)n * C;
-        const R* dy = dout + (size_t)n * C;
-        R sum_g = 0, sum_g_xhat = 0;
-        for (int c = 0; c < C; c++) {
-            sum_g += dy[c] * weight[c];
-            sum_g_xhat += dy[c] * weight[c] * ((x[c] - mean[n]) * rstd[n]);
-        }
-        for (int c = 0; c < C; c++) {
-            const R xhat = (x[c] - mean[n]) * rstd[n];
-            dinp[(size_t)n * C + c] += rstd[n] * (dy[c] * weight[c] - sum_g / C - xhat * (sum_g_xhat / C));
-            dweight[c] += dy[c] * xhat;
-            dbias[c] += dy[c];
-        }
+    template <class P> static void backward(floatX* dinp, float* dweight, float* dbias, float* scratch,
+                                            const floatX* dout, const floatX* inp, const P* weight, const float* mean,
+                                            const float* rstd, int N, int C)
+    {
+        layernorm_backward(dinp, dweight, dbias, scratch, dout, inp, weight, mean, rstd, N, C, 0);
     }
-}
-
-static const float LAYERNORM_TEST_EPS = 1e-5f;
-
-template <class P> static void layernorm_forward_test(OpRun* run)
-{
-    const int N = run->dims[0], C = run->dims[1];
-    const float eps = LAYERNORM_TEST_EPS;
-    OpTensor<floatX> inp = op_input<floatX>(run, "inp", (size_t)N * C, 0.5, 2.0);
-    OpTensor<P> weight = op_input<P>(run, "weight", C, 1.0, 0.3);
-    OpTensor<P> bias = op_input<P>(run, "bias", C, 0.0, 0.3);
-    OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)N * C);
-    OpTensor<float> mean = op_output<float>(run, "mean", N), rstd = op_output<float>(run, "rstd", N);
-    OP_RUN(run, 2.0 * N * C * sizeof(floatX), 0,
-           layernorm_forward(out.dev, mean.dev, rstd.dev, inp.dev, weight.dev, bias.dev, N, C, eps, 0));
-    layernorm_forward_ref(out.f64, mean.f64, rstd.f64, inp.f64, weight.f64, bias.f64, N, C, (double)eps);
-    layernorm_forward_ref(out.f32, mean.f32, rstd.f32, inp.f32, weight.f32, bias.f32, N, C, eps);
-    op_check(run, out);
-    op_check_terms(run, mean, op_largest(inp.f64, inp.n));
-    op_check_relative(run, rstd);
-}
-
-/* residual is checked to be the rounded sum, and lies on a as in the model. */
-template <class P> static void residual_layernorm_forward_test(OpRun* run)
-{
-    const int N = run->dims[0], C = run->dims[1];
-    const size_t n = (size_t)N * C;
-    const float eps = LAYERNORM_TEST_EPS;
-    OpTensor<floatX> residual = op_inout<floatX>(run, "residual", n, 0.5, 2.0);
-    OpTensor<floatX> b = op_input<floatX>(run, "b", n, 0.0, 1.0);
-    OpTensor<P> weight = op_input<P>(run, "weight", C, 1.0, 0.3);
-    OpTensor<P> bias = op_input<P>(run, "bias", C, 0.0, 0.3);
-    OpTensor<floatX> out = op_output<floatX>(run, "out", n);
-    OpTensor<float> mean = op_output<float>(run, "mean", N), rstd = op_output<float>(run, "rstd", N);
-    OP_RUN(run, 4.0 * n * sizeof(floatX), 0,
-           residual_layernorm_forward(residual.dev, out.dev, mean.dev, rstd.dev, residual.dev, b.dev, weight.dev,
-                                      bias.dev, N, C, eps, 0));
-    for (size_t i = 0; i < n; i++)
-        residual.f64[i] = residual.f32[i] = op_round(residual.f32[i] + b.f32[i], (const floatX*)nullptr);
-    layernorm_forward_ref(out.f64, mean.f64, rstd.f64, residual.f64, weight.f64, bias.f64, N, C, (double)eps);
-    layernorm_forward_ref(out.f32, mean.f32, rstd.f32, residual.f32, weight.f32, bias.f32, N, C, eps);
-    op_check_exact(run, residual);
-    op_check(run, out);
-    op_check_terms(run, mean, op_largest(residual.f64, n));
-    op_check_relative(run, rstd);
-}
-
-template <class P> static void layernorm_backward_test(OpRun* run)
-{
-    const int N = run->dims[0], C = run->dims[1];
-    const size_t n = (size_t)N * C;
-    OpTensor<floatX> dout = op_input<floatX>(run, "dout", n, 0.0, 1.0);
-    OpTensor<floatX> inp = op_input<floatX>(run, "inp", n, 0.5, 2.0);
-    OpTensor<P> weight = op_input<P>(run, "weight", C, 1.0, 0.3);
-    OpTensor<float> mean = op_input<float>(run, "mean", N, 0.5, 0.1), rstd = op_input<float>(run, "rstd", N, 0.5, 0.02);
-    OpTensor<floatX> dinp = op_inout<floatX>(run, "dinp", n, 0.0, 1.0);
-    OpTensor<float> dweight = op_inout<float>(run, "dweight", C, 0.0, 1.0);
-    OpTensor<float> dbias = op_inout<float>(run, "dbias", C, 0.0, 1.0);
-    float* scratch = op_scratch<float>(run, layernorm_scratch_elems(C));
-    OP_RUN(run, 4.0 * n * sizeof(floatX), 0,
-           layernorm_backward(dinp.dev, dweight.dev, dbias.dev, scratch, dout.dev, inp.dev, weight.dev, mean.dev,
-                              rstd.dev, N, C, 0));
-    layernorm_backward_ref(dinp.f64, dweight.f64, dbias.f64, dout.f64, inp.f64, weight.f64, mean.f64, rstd.f64, N, C);
-    layernorm_backward_ref(dinp.f32, dweight.f32, dbias.f32, dout.f32, inp.f32, weight.f32, mean.f32, rstd.f32, N, C);
-    op_check(run, dinp);
-    op_check(run, dweight);
-    op_check(run, dbias);
-}
-
-/* The reference itself: with the forward's own mean and rstd its gradients are the slopes of the forward. */
-static void layernorm_slope_test(OpRun* run)
-{
-    const int N = run->dims[0], C = run->dims[1];
-    const size_t n = (size_t)N * C;
-    OpTensor<floatX> dout = op_input<floatX>(run, "dout", n, 0.0, 1.0);
-    OpTensor<floatX> inp = op_input<floatX>(run, "inp", n, 0.5, 2.0);
-    OpTensor<floatX> weight = op_input<floatX>(run, "weight", C, 1.0, 0.3);
-    OpTensor<floatX> bias = op_input<floatX>(run, "bias", C, 0.0, 0.3);
-    OpTensor<floatX> dinp = op_inout<floatX>(run, "dinp", n, 0.0, 1.0);
-    OpTensor<float> dweight = op_inout<float>(run, "dweight", C, 0.0, 1.0);
-    OpTensor<float> dbias = op_inout<float>(run, "dbias", C, 0.0, 1.0);
-    double *out = op_host(run, n), *mean = op_host(run, N), *rstd = op_host(run, N);
-    const double eps = LAYERNORM_TEST_EPS;
-    layernorm_forward_ref(out, mean, rstd, inp.f64, weight.f64, bias.f64, N, C, eps);
-    layernorm_backward_ref(dinp.f64, dweight.f64, dbias.f64, dout.f64, inp.f64, weight.f64, mean, rstd, N, C);
-#define LAYERNORM_OBJECTIVE (layernorm_forward_ref(out, mean, rstd, inp.f64, weight.f64, bias.f64, N, C, eps), \
-                             op_dot(out, dout.f64, n))
-    OP_CHECK_GRAD(run, dinp, inp, LAYERNORM_OBJECTIVE);
-    OP_CHECK_GRAD(run, dweight, weight, LAYERNORM_OBJECTIVE);
-    OP_CHECK_GRAD(run, dbias, bias, LAYERNORM_OBJECTIVE);
-#undef LAYERNORM_OBJECTIVE
-}
-
-static const OpTest layernorm_tests[] = {
-    {"layernorm_forward", layernorm_forward_test<floatX>, {1, 1}, OpWhen::ALWAYS},
-    {"layernorm_forward", layernorm_forward_test<floatX>, {1, 768}, OpWhen::ALWAYS},
-    {"layernorm_forward", layernorm_forward_test<floatX>, {37, 129}, OpWhen::ALWAYS},
-    {"layernorm_forward", layernorm_forward_test<floatX>, {9, 4}, OpWhen::ALWAYS},
-    {"layernorm_forward", layernorm_forward_test<floatX>, {1000, 1600}, OpWhen::LARGE},
-    {"layernorm_forward", layernorm_forward_test<floatX>, {3, 20000}, OpWhen::LARGE},
-    {"residual_layernorm_forward", residual_layernorm_forward_test<floatX>, {1, 3}, OpWhen::ALWAYS},
-    {"residual_layernorm_forward", residual_layernorm_forward_test<floatX>, {13, 256}, OpWhen::ALWAYS},
-    {"residual_layernorm_forward", residual_layernorm_forward_test<floatX>, {11, 77}, OpWhen::ALWAYS},
-    {"residual_layernorm_forward", residual_layernorm_forward_test<floatX>, {1000, 768}, OpWhen::LARGE},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {1, 1}, OpWhen::ALWAYS},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {1, 768}, OpWhen::ALWAYS},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {67, 129}, OpWhen::ALWAYS},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {70, 2056}, OpWhen::ALWAYS},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {5, 1031}, OpWhen::ALWAYS},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {2048, 768}, OpWhen::LARGE},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {600, 20000}, OpWhen::LARGE},
-#ifndef PREC_FP32
-    {"layernorm_forward, fp32 weight", layernorm_forward_test<float>, {37, 129}, OpWhen::ALWAYS},
-    {"layernorm_forward, fp32 weight", layernorm_forward_test<float>, {9, 768}, OpWhen::ALWAYS},
-    {"residual_layernorm_forward, fp32 weight", residual_layernorm_forward_test<float>, {13, 256}, OpWhen::ALWAYS},
-    {"layernorm_backward, fp32 weight", layernorm_backward_test<float>, {67, 129}, OpWhen::ALWAYS},
-    {"layernorm_backward, fp32 weight", layernorm_backward_test<float>, {70, 2056}, OpWhen::ALWAYS},
-#endif
-    {"layernorm_slope", layernorm_slope_test, {3, 5}, OpWhen::ALWAYS},
-    {"layernorm_slope", layernorm_slope_test, {4, 64}, OpWhen::ALWAYS},
-    {"layernorm_forward", layernorm_forward_test<floatX>, {16384, 768}, OpWhen::BENCH},
-    {"residual_layernorm_forward", residual_layernorm_forward_test<floatX>, {16384, 768}, OpWhen::BENCH},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {16384, 768}, OpWhen::BENCH},
-    {"layernorm_backward", layernorm_backward_test<floatX>, {16384, 1600}, OpWhen::BENCH},
 };
+
+static const OpTest layernorm_tests[] = {NORM_TESTS("layernorm", LayerNormOps)};
 
 #endif

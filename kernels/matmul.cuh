@@ -1,24 +1,24 @@
-/* matmul.cuh: a linear layer, its bias, the GELU behind it, and their gradients.
+/* matmul.cuh: a linear layer, its bias, the activation behind it, and their gradients.
  *   out     = inp * weight^T + bias              (bias may be null)
- *   pre     = inp * weight^T + bias              out = gelu(pre)      (forward_gelu; fused where there is a bias)
+ *   pre     = inp * weight^T + bias              out = f(pre)         (forward_act: f of activation.cuh)
  *   dinp    = dout * weight  or  +=              (accumulate)
- *   dpre    = (dout * weight) * slope of gelu at pre                                  (backward_input_gelu)
+ *   dpre    = (dout * weight) * f'(pre)                                               (backward_input_act)
  *   dweight += dout^T * inp      dbias += sum_n(dout)
  * shapes  inp dinp (N,IC), out dout (N,OC), bias (OC) floatX; weight (OC,IC) in Layout::OUT_IN (torch's Linear) or
  *         (IC,OC) in Layout::IN_OUT (GPT-2's files) floatX; dweight as weight, dbias (OC), scratch
  *         (matmul_scratch_elems(OC)) fp32
  * writes  forward out =, pre =; backward_input dinp = or +=, dpre =; backward_weight dweight +=, dbias +=
  * needs   matmul_init() once; any N, IC, OC. cuBLASLt's work space is shared, so all calls are to go to one stream.
- * exact   fp32 products in fp32 (no TF32); bf16 and fp16 multiply exactly and sum in fp32. Same bits on every run; on
- *         the CPU for any number of threads; on a GPU, the same bits for the same shapes and card.
+ * exact   fp32 GEMMs in fp32 (no TF32); bf16 and fp16 multiply exactly and sum in fp32. Same bits on every run; on
+ *         the CPU for any number of threads; on a GPU, the same bits for the same shapes and GPU.
  * cost    2*N*IC*OC flops each, judged against the FMA (CPU) or tensor core (GPU) peak
- * fused   GPU: bias, tanh GELU and its slope, and the column sums of dbias are epilogues of cuBLASLt where its
+ * fused   GPU: bias, tanh GELU and its derivative, and the column sums of dbias are epilogues of cuBLASLt where its
  *         heuristic has them for a shape; where not, which is said once for each kind, they are passes of their own
  * source  CPU: cpu/gemm.h, for a few rows cpu/gemv.h. GPU: cuBLASLt. It is column-major: it sees each of our row-major
- *         matrices transposed, so a product is asked for as D^T = B^T * A^T, and a row-major (rows, cols) matrix goes
+ *         matrices transposed, so a GEMM is asked for as D^T = B^T * A^T, and a row-major (rows, cols) matrix goes
  *         to it as (cols, rows) with leading dimension cols. */
 #pragma once
-#include "gelu.cuh"
+#include "activation.cuh"
 #ifdef DEVICE_CPU
 #include "kernels/cpu/gemv.h"
 #else
@@ -120,7 +120,7 @@ static constexpr MatmulEpilogue MATMUL_PLAIN = {CUBLASLT_EPILOGUE_DEFAULT, nullp
 static const struct { cublasLtEpilogue_t kind; const char* name; } matmul_epilogue_rows[] = {
     {CUBLASLT_EPILOGUE_BIAS, "bias"},
     {CUBLASLT_EPILOGUE_GELU_AUX_BIAS, "bias and GELU"},
-    {CUBLASLT_EPILOGUE_DGELU, "slope of GELU"},
+    {CUBLASLT_EPILOGUE_DGELU, "derivative of GELU"},
     {CUBLASLT_EPILOGUE_BGRADA, "bias gradient (A)"},
     {CUBLASLT_EPILOGUE_BGRADB, "bias gradient (B)"},
 };
@@ -170,7 +170,7 @@ template<class T> static void matmul_preference_set(cublasLtMatmulPreference_t p
     CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value));
 }
 
-/* Algorithms that cuBLASLt offers for a product. */
+/* Algorithms that cuBLASLt offers for a GEMM. */
 typedef struct { cublasLtMatmulHeuristicResult_t results[MATMUL_MAX_CHOICES]; int count; } MatmulChoices;
 
 /* Up to max_choices of them, its first choice first; none for a shape and epilogue that it does not have. */
@@ -251,7 +251,7 @@ static void matmul_plan_make(MatmulPlan* plan, MatmulShape s, MatmulEpilogue e)
     const bool aligned = s.alignment_bytes >= 16; // an epilogue's own tensors need that; it is not asked about
     plan->exists = (aligned || e.kind == CUBLASLT_EPILOGUE_DEFAULT) && matmul_plan_ask(plan);
     ENSURE(plan->exists || e.kind != CUBLASLT_EPILOGUE_DEFAULT,
-           "cuBLASLt has no algorithm for a product (%d,%d) x %d of %s aligned to %d bytes", s.m, s.n, s.k, FLOATX_NAME,
+           "cuBLASLt has no algorithm for a GEMM (%d,%d) x %d of %s aligned to %d bytes", s.m, s.n, s.k, FLOATX_NAME,
            s.alignment_bytes);
     if (!plan->exists) matmul_say_unfused(s);
 }
@@ -260,7 +260,7 @@ static MatmulPlan* matmul_plan_find(MatmulShape shape, MatmulEpilogue e)
 {
     for (int i = 0; i < matmul_state.num_plans; i++)
         if (memcmp(&matmul_state.plans[i].shape, &shape, sizeof shape) == 0) return &matmul_state.plans[i];
-    ENSURE(matmul_state.num_plans < MATMUL_MAX_PLANS, "more than %d shapes of matrix products", MATMUL_MAX_PLANS);
+    ENSURE(matmul_state.num_plans < MATMUL_MAX_PLANS, "more than %d shapes of GEMMs", MATMUL_MAX_PLANS);
     MatmulPlan* plan = &matmul_state.plans[matmul_state.num_plans];
     matmul_plan_make(plan, shape, e);
     matmul_state.num_plans++;
@@ -294,7 +294,7 @@ template<class D> static bool matmul_lt(D* d, const floatX* a, const floatX* b, 
     return true;
 }
 
-/* The products of a layer, with an epilogue or plain. */
+/* The GEMMs of a layer, with an epilogue or plain. */
 static bool matmul_lt_forward(floatX* out, const floatX* inp, const floatX* weight, int N, int IC, int OC,
                               Layout layout, MatmulEpilogue e, cudaStream_t stream)
 {
@@ -354,7 +354,7 @@ static __global__ void matmul_backward_bias_add_kernel(float* dbias, const float
 
 #endif
 
-/* What a product moves at least: two operands in, a result out. */
+/* What a GEMM moves at least: two operands in, a result out. */
 static double matmul_bytes(double N, double IC, double OC) { return (N * IC + IC * OC + N * OC) * sizeof(floatX); }
 
 static void matmul_forward(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias, int N, int IC,
@@ -372,17 +372,17 @@ static void matmul_forward(floatX* out, const floatX* inp, const floatX* weight,
 #endif
 }
 
-static void matmul_forward_gelu(floatX* out, floatX* pre, const floatX* inp, const floatX* weight, const floatX* bias,
-                                int N, int IC, int OC, Layout layout, Gelu kind, cudaStream_t stream)
+static void matmul_forward_act(floatX* out, floatX* pre, const floatX* inp, const floatX* weight, const floatX* bias,
+                                int N, int IC, int OC, Layout layout, Activation kind, cudaStream_t stream)
 {
     OP(stream, 2.0 * N * IC * OC, matmul_bytes(N, IC, OC) + 1.0 * N * OC * sizeof(floatX), N, IC, OC);
 #ifndef DEVICE_CPU
-    const MatmulEpilogue add_bias_gelu = {CUBLASLT_EPILOGUE_GELU_AUX_BIAS, bias, pre};
-    if (kind == Gelu::TANH && bias != nullptr &&
-        matmul_lt_forward(out, inp, weight, N, IC, OC, layout, add_bias_gelu, stream)) return;
+    const MatmulEpilogue add_bias_act = {CUBLASLT_EPILOGUE_GELU_AUX_BIAS, bias, pre};
+    if (activation_epilogue(kind) == Epilogue::GELU && bias != nullptr &&
+        matmul_lt_forward(out, inp, weight, N, IC, OC, layout, add_bias_act, stream)) return;
 #endif
     matmul_forward(pre, inp, weight, bias, N, IC, OC, layout, stream);
-    gelu_forward(out, pre, (size_t)N * OC, kind, stream);
+    activation_forward(out, pre, (size_t)N * OC, kind, stream);
 }
 
 static void matmul_backward_input(floatX* dinp, const floatX* dout, const floatX* weight, int N, int IC, int OC,
@@ -397,17 +397,17 @@ static void matmul_backward_input(floatX* dinp, const floatX* dout, const floatX
 #endif
 }
 
-static void matmul_backward_input_gelu(floatX* dpre, const floatX* dout, const floatX* weight, const floatX* pre, int N,
-                                       int IC, int OC, Layout layout, Gelu kind, cudaStream_t stream)
+static void matmul_backward_input_act(floatX* dpre, const floatX* dout, const floatX* weight, const floatX* pre, int N,
+                                       int IC, int OC, Layout layout, Activation kind, cudaStream_t stream)
 {
     OP(stream, 2.0 * N * IC * OC, matmul_bytes(N, IC, OC) + 1.0 * N * IC * sizeof(floatX), N, IC, OC);
 #ifndef DEVICE_CPU
-    const MatmulEpilogue slope = {CUBLASLT_EPILOGUE_DGELU, nullptr, pre};
-    if (kind == Gelu::TANH && matmul_lt_backward_input(dpre, dout, weight, N, IC, OC, layout, 0.0f, slope, stream))
-        return;
+    const MatmulEpilogue derivative = {CUBLASLT_EPILOGUE_DGELU, nullptr, pre};
+    if (activation_epilogue(kind) == Epilogue::GELU &&
+        matmul_lt_backward_input(dpre, dout, weight, N, IC, OC, layout, 0.0f, derivative, stream)) return;
 #endif
     matmul_backward_input(dpre, dout, weight, N, IC, OC, layout, false, stream);
-    gelu_backward(dpre, dpre, pre, (size_t)N * IC, kind, stream);
+    activation_backward(dpre, dpre, pre, (size_t)N * IC, kind, stream);
 }
 
 static void matmul_backward_weight(float* dweight, float* dbias, float* scratch, const floatX* dout, const floatX* inp,
@@ -495,7 +495,7 @@ template<Layout layout> static void matmul_forward_test(OpRun* run)
     op_check(run, out);
 }
 
-/* dims: N, IC, OC, 1 with a bias. A few rows, as generation has them: on the CPU the bits of the large product. */
+/* dims: N, IC, OC, 1 with a bias. A few rows, as generation has them: on the CPU the bits of the large GEMM. */
 template<Layout layout> static void matmul_few_rows_test(OpRun* run)
 {
     const int N = run->dims[0], IC = run->dims[1], OC = run->dims[2];
@@ -568,8 +568,8 @@ template<Layout layout> static void matmul_backward_weight_test(OpRun* run)
                                          op_dot(out, dout.f64, (size_t)N * OC)));
 }
 
-/* dims: N, IC, OC. The GELU takes pre before it is rounded or after: both are within the rule. */
-template<Layout layout, Gelu kind> static void matmul_forward_gelu_test(OpRun* run)
+/* dims: N, IC, OC. The activation takes pre before it is rounded or after: both are within the rule. */
+template<Layout layout, Activation kind> static void matmul_forward_act_test(OpRun* run)
 {
     const int N = run->dims[0], IC = run->dims[1], OC = run->dims[2];
     OpTensor<floatX> inp = op_input<floatX>(run, "inp", (size_t)N * IC, 0.0, 1.0);
@@ -578,17 +578,17 @@ template<Layout layout, Gelu kind> static void matmul_forward_gelu_test(OpRun* r
     OpTensor<floatX> pre = op_output<floatX>(run, "pre", (size_t)N * OC);
     OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)N * OC);
     OP_RUN(run, 0, 2.0 * N * IC * OC,
-           matmul_forward_gelu(out.dev, pre.dev, inp.dev, weight.dev, bias.dev, N, IC, OC, layout, kind, 0));
+           matmul_forward_act(out.dev, pre.dev, inp.dev, weight.dev, bias.dev, N, IC, OC, layout, kind, 0));
     matmul_forward_ref(pre.f64, inp.f64, weight.f64, bias.f64, N, IC, OC, layout);
     matmul_forward_ref(pre.f32, inp.f32, weight.f32, bias.f32, N, IC, OC, layout);
-    gelu_forward_ref(out.f64, pre.f64, out.n, kind);
-    gelu_forward_ref(out.f32, pre.f32, out.n, kind);
+    activation_forward_ref(out.f64, pre.f64, out.n, kind);
+    activation_forward_ref(out.f32, pre.f32, out.n, kind);
     op_check(run, pre);
     op_check(run, out);
 }
 
 /* dims: N, IC, OC */
-template<Layout layout, Gelu kind> static void matmul_backward_input_gelu_test(OpRun* run)
+template<Layout layout, Activation kind> static void matmul_backward_input_act_test(OpRun* run)
 {
     const int N = run->dims[0], IC = run->dims[1], OC = run->dims[2];
     OpTensor<floatX> dout = op_input<floatX>(run, "dout", (size_t)N * OC, 0.0, 1.0);
@@ -596,20 +596,20 @@ template<Layout layout, Gelu kind> static void matmul_backward_input_gelu_test(O
     OpTensor<floatX> pre = op_input<floatX>(run, "pre", (size_t)N * IC, 0.0, 2.0);
     OpTensor<floatX> dpre = op_output<floatX>(run, "dpre", (size_t)N * IC);
     OP_RUN(run, 0, 2.0 * N * IC * OC,
-           matmul_backward_input_gelu(dpre.dev, dout.dev, weight.dev, pre.dev, N, IC, OC, layout, kind, 0));
+           matmul_backward_input_act(dpre.dev, dout.dev, weight.dev, pre.dev, N, IC, OC, layout, kind, 0));
     matmul_backward_input_ref(dpre.f64, dout.f64, weight.f64, N, IC, OC, layout, false);
     matmul_backward_input_ref(dpre.f32, dout.f32, weight.f32, N, IC, OC, layout, false);
-    gelu_backward_ref(dpre.f64, dpre.f64, pre.f64, dpre.n, kind);
-    gelu_backward_ref(dpre.f32, dpre.f32, pre.f32, dpre.n, kind);
+    activation_backward_ref(dpre.f64, dpre.f64, pre.f64, dpre.n, kind);
+    activation_backward_ref(dpre.f32, dpre.f32, pre.f32, dpre.n, kind);
     op_check(run, dpre);
 }
 
-#define MATMUL_GELU_TESTS(name) \
-    {#name, name##_test<Layout::OUT_IN, Gelu::TANH>, {7, 33, 65}, OpWhen::ALWAYS}, \
-    {#name, name##_test<Layout::IN_OUT, Gelu::TANH>, {33, 96, 64}, OpWhen::ALWAYS}, \
-    {#name, name##_test<Layout::OUT_IN, Gelu::TANH>, {65, 64, 200}, OpWhen::ALWAYS}, \
-    {#name, name##_test<Layout::IN_OUT, Gelu::ERF>, {5, 72, 40}, OpWhen::ALWAYS}, \
-    {#name, name##_test<Layout::IN_OUT, Gelu::TANH>, {1024, 768, 3072}, OpWhen::BENCH}
+#define MATMUL_ACT_TESTS(name) \
+    {#name, name##_test<Layout::OUT_IN, Activation::GELU_TANH>, {7, 33, 65}, OpWhen::ALWAYS}, \
+    {#name, name##_test<Layout::IN_OUT, Activation::GELU_TANH>, {33, 96, 64}, OpWhen::ALWAYS}, \
+    {#name, name##_test<Layout::OUT_IN, Activation::GELU_TANH>, {65, 64, 200}, OpWhen::ALWAYS}, \
+    {#name, name##_test<Layout::IN_OUT, Activation::GELU_ERF>, {5, 72, 40}, OpWhen::ALWAYS}, \
+    {#name, name##_test<Layout::IN_OUT, Activation::GELU_TANH>, {1024, 768, 3072}, OpWhen::BENCH}
 
 #define MATMUL_TEST(name, layout, when, ...) {#name, name##_test<Layout::layout>, {__VA_ARGS__}, OpWhen::when}
 #define MATMUL_TESTS(name) \
@@ -635,6 +635,6 @@ template<Layout layout, Gelu kind> static void matmul_backward_input_gelu_test(O
 static const OpTest matmul_tests[] = {
     MATMUL_ROWS_TESTS(OUT_IN), MATMUL_ROWS_TESTS(IN_OUT),
     MATMUL_TESTS(matmul_forward), MATMUL_TESTS(matmul_backward_input), MATMUL_TESTS(matmul_backward_weight),
-    MATMUL_GELU_TESTS(matmul_forward_gelu), MATMUL_GELU_TESTS(matmul_backward_input_gelu),
+    MATMUL_ACT_TESTS(matmul_forward_act), MATMUL_ACT_TESTS(matmul_backward_input_act),
 };
 #endif

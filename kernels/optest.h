@@ -39,8 +39,8 @@ struct OpBuffer {
     const char* name;
     OpKind kind;
     size_t size_bytes;
-    char* dev;                                       // the tensor; OP_GUARD_BYTES of pattern lie on either side
-    char* h_start;                                   // with both guards: what the device held before the op
+    char* dev;                                       // the tensor; OP_GUARD_BYTES of pattern are on either side
+    char* h_start;                                   // with both guards: what was on the device before the op
     char* h_result;                                  // the same after it
     double* f64;
     float* f32;
@@ -219,7 +219,7 @@ static inline OpBuffer* op_buffer(OpRun* run, const char* name)
     die("%s: no tensor %s", run->test->name, name);
 }
 
-/* What the device holds before OP_RUN, as raw bytes; to change some of them, write here and call op_upload. */
+/* What is on the device before OP_RUN, as raw bytes; to change some of them, write here and call op_upload. */
 static inline void* op_start_bytes(OpRun* run, const char* name)
 {
     return op_buffer(run, name)->h_start + OP_GUARD_BYTES;
@@ -227,7 +227,7 @@ static inline void* op_start_bytes(OpRun* run, const char* name)
 
 static inline void op_upload(OpRun* run, const char* name) { op_buffer_upload(op_buffer(run, name)); }
 
-/* What the device held after OP_RUN. */
+/* What was on the device after OP_RUN. */
 static inline const void* op_result(OpRun* run, const char* name)
 {
     return op_buffer(run, name)->h_result + OP_GUARD_BYTES;
@@ -260,7 +260,7 @@ static inline void op_fail(OpRun* run, const char* tensor, const char* what)
     run->num_failed++;
 }
 
-/* After the first run keeps its results and looks at guards and inputs; after the second compares. */
+/* After the first run keeps its results and checks guards and inputs; after the second compares. */
 static inline void op_after_run(OpRun* run, bool first)
 {
     CUDA_CHECK(cudaDeviceSynchronize());
@@ -415,8 +415,8 @@ template <class T> static double op_start(OpRun* run, const OpTensor<T>& tensor,
     return load_f(((const T*)(run->buffers[tensor.buffer_idx].h_start + OP_GUARD_BYTES))[i]);
 }
 
-/* Central differences: at a few elements of `input`, the slope of `objective` against what the double reference put in
- * (output) or added to (inout) `grad`. The objective is an expression that reads input.f64, such as
+/* Central differences: at a few elements of `input`, the derivative of `objective` against what the double reference
+ * put in (output) or added to (inout) `grad`. The objective is an expression that reads input.f64, such as
  * (square_forward_ref(host_out, inp.f64, N), op_dot(host_out, dout.f64, N)), with host_out = op_host(run, N). */
 #define OP_CHECK_GRAD(run, grad, input, objective) do { \
     double worst_ = 0, scale_ = 0; \
@@ -428,13 +428,13 @@ template <class T> static double op_start(OpRun* run, const OpTensor<T>& tensor,
         (input).f64[i_] = x_ - h_; \
         const double down_ = (objective); \
         (input).f64[i_] = x_; \
-        const double slope_ = (up_ - down_) / (2 * h_); \
+        const double derivative_ = (up_ - down_) / (2 * h_); \
         const double start_ = (run)->buffers[(grad).buffer_idx].kind == OpKind::INOUT ? op_start(run, grad, i_) : 0.0; \
-        const double off_ = fabs((grad).f64[i_] - start_ - slope_); \
+        const double off_ = fabs((grad).f64[i_] - start_ - derivative_); \
         if (!(off_ <= worst_)) worst_ = off_; \
-        scale_ = fmax(scale_, fmax(fabs(slope_), fabs(up_) * 1e-6)); \
+        scale_ = fmax(scale_, fmax(fabs(derivative_), fabs(up_) * 1e-6)); \
     } \
-    op_verdict(run, "slope of " #input, worst_, 1e-5 * scale_ + 1e-9); \
+    op_verdict(run, "gradient of " #input, worst_, 1e-5 * scale_ + 1e-9); \
 } while (0)
 
 static inline double op_largest(const double* a, size_t n)
@@ -451,7 +451,7 @@ static inline double op_dot(const double* a, const double* b, size_t n)
     return sum;
 }
 
-// ---- walking the tables
+// ---- running the tables
 
 struct OpTotals { int num_passed, num_failed, num_skipped; };
 

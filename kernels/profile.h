@@ -1,7 +1,7 @@
 /* profile.h: where the time of a step goes, by events on the streams themselves: nothing waits for them, and they are
  * read when the step is over.
  *   phases   always, for every step: phase_begin(Phase::BACKWARD) where one begins on the compute stream, until the
- *            next begins. They cover the step without gaps. Of very many micro-steps the first few are looked at, and
+ *            next begins. They cover the step without gaps. Of very many micro-steps the first few are measured, and
  *            the rest is taken to be like them
  *   spans    when asked for (profile_record): each launcher begins with OP(stream, flops, bytes, sizes...), which times
  *            what the rest of its block gives to the stream. Nobody asked: one test of a flag. An OP within an OP
@@ -13,7 +13,7 @@
 #include "common.cuh"
 
 enum class Phase { DATA, FORWARD, HEAD, BACKWARD, RECOMPUTE, COMMUNICATION, OPTIMIZER, REST };
-enum { NUM_PHASES = (int)Phase::REST };              // REST: micro-steps that are not looked at
+enum { NUM_PHASES = (int)Phase::REST };              // REST: micro-steps that are not measured
 static const char* const phase_names[] = {"data", "forward", "head", "backward", "recompute", "communication",
                                           "optimizer"};
 
@@ -206,7 +206,7 @@ static bool is_alone(cudaStream_t stream)
 #endif
 }
 
-/* Waits for other ranks, or does what they wait for, on `stream`: a phase where nothing else goes on meanwhile. */
+/* Waits for other ranks, or does what they wait for, on `stream`: a phase where nothing else runs meanwhile. */
 namespace {
 struct CommunicationScope {
     Phase before;

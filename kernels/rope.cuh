@@ -1,12 +1,12 @@
-/* rope.cuh: rotary position embedding of query and key heads, in place. Element i turns with i + HS/2, as in HF files.
+/* rope.cuh: rotary position embedding of query and key heads, in place. Element i pairs with i + HS/2, as in HF files.
  *   y[i]        = x[i] * cos(a) - x[i + HS/2] * sin(a)        a = position * frequency[i],  i < HS/2
  *   y[i + HS/2] = x[i + HS/2] * cos(a) + x[i] * sin(a)        backward: the same with -a
  *   frequency[i] = theta^(-2i/HS), then scaled:
  *     LINEAR  divided by factor
  *     LLAMA3  wavelengths above context/low_freq_factor divided by factor, those below context/high_freq_factor kept,
  *             those between blended
- * shapes  qkv dqkv (N,num_heads*HS) floatX, of which the first num_rotated heads are turned; table (T,HS) fp32, a row
- *         holding HS/2 cosines | HS/2 sines; positions (N) int, or null: row n stands at n % T
+ * shapes  qkv dqkv (N,num_heads*HS) floatX, of which the first num_rotated heads are rotated; table (T,HS) fp32, a row
+ *         holding HS/2 cosines | HS/2 sines; positions (N) int, or null: row n is at position n % T
  * writes  qkv, dqkv: changed in place
  * needs   HS even; positions within the table; HS % 8 == 0 is faster on a GPU
  * exact   each pair by itself: same bits on every run. Angles are double, cosines and sines are rounded once to fp32,
@@ -180,17 +180,17 @@ template <int DIRECTION> static void rope_test(OpRun* run)
     OP_RUN(run, 2.0 * N * num_rotated * HS * sizeof(floatX), 0,
            rope(qkv.dev, table, given, N, T, num_rotated, num_heads, HS, (float)DIRECTION, 0));
     const int* h_given = d[5] > 0 ? positions.h : nullptr;
-    double *start = op_host(run, n), *turned = op_host(run, n);
+    double *start = op_host(run, n), *rotated = op_host(run, n);
     memcpy(start, qkv.f64, n * sizeof(double));
     rope_ref(qkv.f64, h_given, N, T, num_rotated, num_heads, HS, DIRECTION);
     rope_ref(qkv.f32, h_given, N, T, num_rotated, num_heads, HS, DIRECTION);
     op_check(run, qkv);
     // The backward is the transpose: <turn(x), y> = <x, turn back(y)> for y = x reversed.
     double *y = op_host(run, n), *back = op_host(run, n);
-    for (size_t i = 0; i < n; i++) turned[i] = start[i], y[i] = back[i] = start[n - 1 - i];
-    rope_ref(turned, h_given, N, T, num_rotated, num_heads, HS, DIRECTION);
+    for (size_t i = 0; i < n; i++) rotated[i] = start[i], y[i] = back[i] = start[n - 1 - i];
+    rope_ref(rotated, h_given, N, T, num_rotated, num_heads, HS, DIRECTION);
     rope_ref(back, h_given, N, T, num_rotated, num_heads, HS, -DIRECTION);
-    op_check_value(run, "transpose", op_dot(turned, y, n), op_dot(start, back, n), 1e-9 * (double)n);
+    op_check_value(run, "transpose", op_dot(rotated, y, n), op_dot(start, back, n), 1e-9 * (double)n);
 }
 
 /* Scaled frequencies against numbers worked out by hand; dims: scaling. */
@@ -201,7 +201,7 @@ static void rope_scaling_test(OpRun* run)
     op_check_value(run, "linear", rope_frequency(&linear, 16, 64), 0.01 / 4, 1e-15);
     op_check_value(run, "llama3 fast", rope_frequency(&llama3, 0, 128), 1, 0);
     op_check_value(run, "llama3 slow", rope_frequency(&llama3, 63, 128), pow(500000.0, -126.0 / 128) / 8, 1e-18);
-    // pair 32: 500000^-0.5 turns 1.8438 times in 8192 positions: a share of 0.28126 is kept
+    // pair 32: 500000^-0.5 makes 1.8438 turns in 8192 positions: a share of 0.28126 is kept
     const double frequency = pow(500000.0, -0.5), share = (8192 * frequency / (2 * M_PI) - 1) / 3;
     op_check_value(run, "llama3 between", rope_frequency(&llama3, 32, 128), frequency * ((1 - share) / 8 + share),
                    1e-15);

@@ -17,31 +17,49 @@
 
 // ---- schedules
 
-enum class Schedule { CONSTANT, LINEAR, COSINE, WSD, WSD_SQRT, WARMUP_LOG, ONECYCLE, RANGE_TEST };
+/* One row each: name, word, rate in the warm-up, what is left of peak - min after it, how it differs from the others,
+ * and what --help says. Steps are counted from 0: s are applied, W of N are warm-up; x is the share of the others that
+ * has passed, tail that of the last --decay of N. To add a schedule, add a row: enum, --schedule, --help and op tests
+ * follow, and test/test_optimizer.py asks for a reference. */
+#define SCHEDULES(S) \
+    S(CONSTANT,   "constant",      rise_from_0,   1.0,              ENDLESS, "the peak") \
+    S(LINEAR,     "linear",        rise_from_0,   1.0 - x,          0, "falls in a straight line to --min-lr at the last step") \
+    S(COSINE,     "cosine",        rise_from_0,   0.5 * (1.0 + cos(3.14159265358979323846 * x)), 0, "the same along half a cosine") \
+    S(WSD,        "wsd",           rise_from_0,   1.0 - tail,       0, "the peak; the last --decay share falls in a straight line") \
+    S(WSD_SQRT,   "wsd-sqrt",      rise_from_0,   1.0 - sqrt(tail), 0, "the same, falling as 1 - sqrt") \
+    S(WARMUP_LOG, "warmup-log",    rise_log,      1.0,              ENDLESS, "DeepSpeed's WarmupLR: from --min-lr up as the logarithm of the step, then the peak") \
+    S(ONECYCLE,   "onecycle",      rise_from_min, fmax(0.0, 1.0 - (s - W + 1.0) / fmax(W, 1.0)), WARMS_UP_HALF, "from --min-lr to the peak in the warm-up, back in as many steps, then --min-lr") \
+    S(RANGE_TEST, "lr-range-test", rise_from_min, 1.0, WARMS_UP_ALL, "from --min-lr to the peak over all steps")
+
+enum ScheduleTraits {
+    ENDLESS = 1,         // goes on behind the last step; all others are at their minimum there
+    WARMS_UP_HALF = 2,   // of the steps, unless --warmup says how many
+    WARMS_UP_ALL = 4     // of the steps, whatever --warmup says
+};
+
+#define SCHEDULE_ENUM(name, word, rise, fall, traits, help) name,
+enum class Schedule { SCHEDULES(SCHEDULE_ENUM) };
+#undef SCHEDULE_ENUM
+
+#define SCHEDULE_WORD(name, word, rise, fall, traits, help) "|" word
+static const char* const schedule_words = &SCHEDULES(SCHEDULE_WORD)[1];   // "constant|linear|..."
+#undef SCHEDULE_WORD
 
 struct ScheduleRow {
-    const char* name;
+    const char *name, *help;
     Schedule schedule;
-    const char* help;
+    int traits;
 };
 
-static const ScheduleRow schedule_rows[] = {
-    {"constant", Schedule::CONSTANT, "stays at the peak"},
-    {"linear", Schedule::LINEAR, "falls in a straight line to the minimum"},
-    {"cosine", Schedule::COSINE, "falls along half a cosine to the minimum"},
-    {"wsd", Schedule::WSD, "stays at the peak, then the last share (--decay) falls in a straight line"},
-    {"wsd-sqrt", Schedule::WSD_SQRT, "the same, falling as 1 - sqrt(progress)"},
-    {"warmup-log", Schedule::WARMUP_LOG, "rises from the minimum as the logarithm of the step, then stays at the peak"},
-    {"onecycle", Schedule::ONECYCLE, "rises from the minimum in the warm-up, falls back to it in as many steps, stays"},
-    {"lr-range-test", Schedule::RANGE_TEST, "rises from the minimum to the peak in a straight line over all steps"},
-};
+#define SCHEDULE_ROW(name, word, rise, fall, traits, help) {word, help, Schedule::name, traits},
+static const ScheduleRow schedule_rows[] = { SCHEDULES(SCHEDULE_ROW) };
+#undef SCHEDULE_ROW
 
-/* Null if no row has the name. */
 static const ScheduleRow* schedule_find(const char* name)
 {
     for (const ScheduleRow& row : schedule_rows)
         if (strcmp(row.name, name) == 0) return &row;
-    return nullptr;
+    die("--schedule %s: there is no such row: have %s", name, schedule_words);
 }
 
 /* Everything about a step that the command line fixes. */
@@ -61,38 +79,36 @@ struct StepConfig {
     bool spike_skips;                                // a step that stands out changes nothing
 };
 
-/* What is left of peak - min after `s` applied steps, warmup_steps <= s < total_steps: 1 at first, towards 0. */
-HOSTDEV double schedule_fall(const StepConfig& config, double s)
+HOSTDEV double rise_from_0(const StepConfig& c, double s, double W) { return c.peak_lr * (s + 1.0) / W; }
+HOSTDEV double rise_from_min(const StepConfig& c, double s, double W)
 {
-    const double warmup = (double)config.warmup_steps, total = (double)config.total_steps;
-    const double progress = (s - warmup) / (total - warmup);
-    const double decay_start = fmax(total * (1.0 - config.decay_share), warmup);
-    const double tail = s > decay_start ? (s - decay_start) / (total - decay_start) : 0.0;
-    switch (config.schedule) {
-    case Schedule::CONSTANT: return 1.0;
-    case Schedule::LINEAR:   return 1.0 - progress;
-    case Schedule::COSINE:   return 0.5 * (1.0 + cos(3.14159265358979323846 * progress));
-    case Schedule::WSD:      return 1.0 - tail;
-    case Schedule::WSD_SQRT: return 1.0 - sqrt(tail);
-    case Schedule::ONECYCLE: return fmax(0.0, 1.0 - (s - warmup + 1.0) / fmax(warmup, 1.0));
-    default: return 1.0;
-    }
-    return 1.0;
+    return c.min_lr + (c.peak_lr - c.min_lr) * (s + 1.0) / W;
+}
+HOSTDEV double rise_log(const StepConfig& c, double s, double W)
+{
+    return c.min_lr + (c.peak_lr - c.min_lr) * log(s + 1.0) / log(fmax(2.0, W));
 }
 
-/* num_applied counts applied steps from 0. A constant rate has no end, nor has warmup-log, DeepSpeed's WarmupLR; all
- * others are at their minimum from total_steps on, and a warm-up as long as the run or longer is cut off there. */
-HOSTDEV double schedule_lr(const StepConfig& config, unsigned long long num_applied)
+/* The rate after `applied` steps. A constant rate has no end, nor has warmup-log, DeepSpeed's WarmupLR; a warm-up as
+ * long as the run or longer is cut off at its end. */
+HOSTDEV double schedule_lr(const StepConfig& config, unsigned long long applied)
 {
-    const bool logarithmic = config.schedule == Schedule::WARMUP_LOG;
-    const bool endless = config.schedule == Schedule::CONSTANT || logarithmic;
-    if (num_applied >= config.total_steps && !endless) return config.min_lr;
-    const double s = (double)num_applied, warmup = (double)config.warmup_steps, rise = config.peak_lr - config.min_lr;
-    if (config.schedule == Schedule::RANGE_TEST) return config.min_lr + rise * (s + 1.0) / (double)config.total_steps;
-    if (num_applied >= config.warmup_steps) return config.min_lr + schedule_fall(config, s) * rise;
-    if (logarithmic) return config.min_lr + rise * log(s + 1.0) / log(fmax(2.0, warmup));
-    if (config.schedule == Schedule::ONECYCLE) return config.min_lr + rise * (s + 1.0) / warmup;
-    return config.peak_lr * (s + 1.0) / warmup;
+    const double s = (double)applied, N = (double)config.total_steps;
+    switch (config.schedule) {
+#define SCHEDULE_LR(name, word, rise, fall, traits, help) \
+    case Schedule::name: { \
+        if (applied >= config.total_steps && !((traits) & ENDLESS)) return config.min_lr; \
+        const double W = (traits) & WARMS_UP_ALL ? N : (double)config.warmup_steps; \
+        if (s < W) return rise(config, s, W); \
+        const double x = (s - W) / (N - W), start = fmax(N * (1.0 - config.decay_share), W); \
+        const double tail = s > start ? (s - start) / (N - start) : 0.0; \
+        (void)x, (void)tail; \
+        return config.min_lr + (fall) * (config.peak_lr - config.min_lr); \
+    }
+    SCHEDULES(SCHEDULE_LR)
+#undef SCHEDULE_LR
+    }
+    return config.min_lr;
 }
 
 // ---- the state of a step
@@ -320,15 +336,16 @@ static void schedule_test(OpRun* run)
     schedule_check(run, "warm-up beyond the end, past it", config, 110, 0.1);
 }
 
-/* N = 1, warm-ups as long as the run and longer, a run of no steps, lr 0: always finite, and the first step never 0. */
+/* N = 1, warm-ups as long as the run and longer, a run of no steps, lr 0: always finite, never below the first step of
+ * a warm-up, and the peak is reached. */
 static void schedule_edges_test(OpRun* run)
 {
-    for (size_t row = 0; row < sizeof schedule_rows / sizeof schedule_rows[0]; row++) {
+    for (const ScheduleRow& row : schedule_rows) {
         StepConfig config = STEP_TEST_CONFIG;
-        config.schedule = schedule_rows[row].schedule;
+        config.schedule = row.schedule;
         config.peak_lr = 1.0;
         config.min_lr = 0.25;
-        double lowest = 1.0, highest = 0.0, first = 1.0;
+        double lowest = 1.0, highest = 0.0, past_the_end = config.min_lr;
         for (unsigned long long total = 0; total <= 5; total++) {
             for (unsigned long long warmup = 0; warmup <= 7; warmup++) {
                 for (unsigned long long s = 0; s <= 9; s++) {
@@ -337,18 +354,15 @@ static void schedule_edges_test(OpRun* run)
                     const double lr = schedule_lr(config, s);
                     if (!(lr >= lowest)) lowest = lr;
                     if (!(lr <= highest)) highest = lr;
-                    if (s == 0 && lr < first) first = lr;
+                    if (s >= total && !(row.traits & ENDLESS) && lr != config.min_lr) past_the_end = lr;
                 }
             }
         }
-        const Schedule kind = config.schedule;
-        const bool from_min =
-            kind == Schedule::WARMUP_LOG || kind == Schedule::ONECYCLE || kind == Schedule::RANGE_TEST;
-        op_check_value(run, schedule_rows[row].name, lowest, from_min ? 0.25 : 1.0 / 7.0, 1e-12);   // warm-up 7, step 1
-        op_check_value(run, schedule_rows[row].name, highest, 1.0, 0.0);
-        op_check_value(run, schedule_rows[row].name, first, from_min ? 0.25 : 1.0 / 7.0, 1e-12);
+        op_check_value(run, row.name, lowest >= 1.0 / 7.0 - 1e-12, 1.0, 0.0);   // warm-up 7, step 1
+        op_check_value(run, row.name, highest, 1.0, 0.0);
+        op_check_value(run, row.name, past_the_end, config.min_lr, 0.0);
         config.peak_lr = config.min_lr = 0.0;
-        op_check_value(run, schedule_rows[row].name, schedule_lr(config, 3), 0.0, 0.0);
+        op_check_value(run, row.name, schedule_lr(config, 3), 0.0, 0.0);
     }
 }
 

@@ -1,4 +1,4 @@
-/* swiglu.cuh: the gated activation of LLaMA's MLP, on gate and up projections that come out of one product.
+/* swiglu.cuh: the gated activation of LLaMA's MLP, on gate and up projections that come out of one GEMM.
  *   out = silu(gate) * up          silu(x) = x * s, s = 1/(1 + exp(-x))
  *   dgate = dout * up * (s + x * s * (1 - s))     dup = dout * silu(gate)
  * shapes  inp dinp (N,2F) floatX, a row holding gate | up; out dout (N,F) floatX
@@ -8,19 +8,17 @@
  * cost    forward 3*N*F*s bytes, backward 5*N*F*s, judged against memory bandwidth
  * source  Shazeer 2020, arXiv:2002.05202 */
 #pragma once
-#include "vec.cuh"
+#include "activation.cuh"
+
+LANES lanes swiglu_lanes(lanes gate, lanes up) { return silu(gate) * up; }
+
+LANES void swiglu_lanes_backward(lanes* dgate, lanes* dup, lanes dout, lanes gate, lanes up)
+{
+    *dgate = dout * up * silu_derivative(gate);
+    *dup = dout * (gate * (1.0f / (1.0f + silu_exp(gate))));
+}
 
 #ifdef DEVICE_CPU
-
-SIMD void swiglu_forward_vec(vf* out, vf gate, vf up) { *out = gate / (1.0f + vf_exp(-gate)) * up; }
-
-/* 1 - s = e * s without the cancellation; e is kept finite, where s * e would be 0 * inf. */
-SIMD void swiglu_backward_vec(vf* dgate, vf* dup, vf dout, vf gate, vf up)
-{
-    const vf e = vf_exp(-vf_max(gate, vf_set(-80.0f))), s = 1.0f / (1.0f + e);
-    *dgate = dout * up * (s + gate * s * (e * s));
-    *dup = dout * (gate * s);
-}
 
 static void swiglu_forward_cpu(floatX* out, const floatX* inp, int N, int F)
 {
@@ -28,15 +26,9 @@ static void swiglu_forward_cpu(floatX* out, const floatX* inp, int N, int F)
     for (int n = 0; n < N; n++) {
         const floatX *gate = inp + (size_t)n * 2 * F, *up = gate + F;
         floatX* row = out + (size_t)n * F;
-        vf y;
         int f = 0;
-        for (; f + VF <= F; f += VF) {
-            swiglu_forward_vec(&y, vf_load(gate + f), vf_load(up + f));
-            vf_store(row + f, y);
-        }
-        if (f == F) continue;
-        swiglu_forward_vec(&y, vf_load_n(gate + f, F - f), vf_load_n(up + f, F - f));
-        vf_store_n(row + f, y, F - f);
+        for (; f + VF <= F; f += VF) vf_store(row + f, swiglu_lanes(vf_load(gate + f), vf_load(up + f)));
+        if (f < F) vf_store_n(row + f, swiglu_lanes(vf_load_n(gate + f, F - f), vf_load_n(up + f, F - f)), F - f);
     }
 }
 
@@ -49,12 +41,12 @@ static void swiglu_backward_cpu(floatX* dinp, const floatX* dout, const floatX* 
         vf dg, du;
         int f = 0;
         for (; f + VF <= F; f += VF) {
-            swiglu_backward_vec(&dg, &du, vf_load(dy + f), vf_load(gate + f), vf_load(up + f));
+            swiglu_lanes_backward(&dg, &du, vf_load(dy + f), vf_load(gate + f), vf_load(up + f));
             vf_store(dgate + f, dg);
             vf_store(dup + f, du);
         }
         if (f == F) continue;
-        swiglu_backward_vec(&dg, &du, vf_load_n(dy + f, F - f), vf_load_n(gate + f, F - f), vf_load_n(up + f, F - f));
+        swiglu_lanes_backward(&dg, &du, vf_load_n(dy + f, F - f), vf_load_n(gate + f, F - f), vf_load_n(up + f, F - f));
         vf_store_n(dgate + f, dg, F - f);
         vf_store_n(dup + f, du, F - f);
     }
@@ -75,7 +67,7 @@ swiglu_forward_kernel(floatX* out, const floatX* inp, int F)
     load_vec(x, gate);
     load_vec(y, gate + F);
 #pragma unroll
-    for (int k = 0; k < W; k++) x[k] = x[k] / (1.0f + __expf(-x[k])) * y[k];
+    for (int k = 0; k < W; k++) x[k] = swiglu_lanes(x[k], y[k]);
     store_vec(out + (size_t)blockIdx.x * F + f, x);
 }
 
@@ -90,11 +82,7 @@ swiglu_backward_kernel(floatX* dinp, const floatX* dout, const floatX* inp, int 
     load_vec(y, inp + at + F);
     load_vec(dy, dout + (size_t)blockIdx.x * F + f);
 #pragma unroll
-    for (int k = 0; k < W; k++) {
-        const float e = __expf(-fmaxf(x[k], -80.0f)), s = 1.0f / (1.0f + e), gate = x[k];   // e stays finite
-        x[k] = dy[k] * y[k] * (s + gate * s * (e * s));                     // e * s = 1 - s, which would cancel
-        y[k] = dy[k] * (gate * s);
-    }
+    for (int k = 0; k < W; k++) swiglu_lanes_backward(&x[k], &y[k], dy[k], x[k], y[k]);
     store_vec(dinp + at, x);
     store_vec(dinp + at + F, y);
 }
@@ -178,7 +166,7 @@ static void swiglu_backward_test(OpRun* run)
     OP_CHECK_GRAD(run, dinp, inp, (swiglu_forward_ref(out, inp.f64, N, F), op_dot(out, dout.f64, (size_t)N * F)));
 }
 
-/* Gates far out, where exponentials overflow: the slope is 0 or 1, never NaN. */
+/* Gates far out, where exponentials overflow: the derivative is 0 or 1, never NaN. */
 static void swiglu_far_test(OpRun* run)
 {
     const int F = run->dims[0];

@@ -10,7 +10,7 @@
  *   weights_round   the weights beside an fp32 master, rounded as an optimizer does it
  * shapes  dst src (n) of any Dtype; pieces (R,n)
  * needs   any n
- * exact   each element by itself, pieces from left to right: same bits on every run. A random rounding depends on a
+ * exact   each element by itself, pieces from left to right: same bits on every run. Stochastic rounding depends on a
  *         key and on the element's index alone: the same for any number of ranks, stage and layout
  * cost    the bytes of what is read and written, judged against memory bandwidth
  * source  stochastic rounding: Gupta et al. 2015, arXiv:1502.02551 */
@@ -101,7 +101,7 @@ HOSTDEV void value_store(const Values& a, size_t i, float x)
     }
 }
 
-/* The same, with BF16 rounded at random. */
+/* The same, with stochastic rounding to BF16. */
 HOSTDEV void value_store_random(const Values& a, size_t i, float x, uint32_t random)
 {
     if (a.dtype == Dtype::BF16) ((unsigned short*)a.at)[i] = bf16_random_bits(x, random);
@@ -110,7 +110,7 @@ HOSTDEV void value_store_random(const Values& a, size_t i, float x, uint32_t ran
 
 #ifdef DEVICE_CPU
 
-/* Loops over arrays go through pieces that stay in the L1 cache, as floats: what is FP32 is used where it lies. */
+/* Loops over arrays go through pieces that stay in the L1 cache, as floats: what is FP32 is used in place. */
 static constexpr size_t VALUES_PIECE = 1024;
 
 /* n <= VALUES_PIECE elements of `a` as floats: where they are, or in buf. */
@@ -255,7 +255,7 @@ template <int W> DEV void weights_store(floatX* p, const float (&x)[W])
     }
 }
 
-/* Does every vector of W elements lie on its size? */
+/* Does every vector of W elements start at a multiple of its size? */
 static bool values_are_vec(const Values& a, size_t W)
 {
     return (uintptr_t)a.at % (W * dtype_bytes(a.dtype)) == 0 && (uintptr_t)a.low % (2 * W) == 0;
@@ -340,6 +340,7 @@ static void weights_round(floatX* weights, const float* master, size_t n, cudaSt
 }
 
 #ifdef OP_TESTS
+#include "optest.h"
 
 template <class D, class S> static void values_sum_run(OpRun* run, Dtype dst_dtype, Dtype src_dtype)
 {
@@ -370,8 +371,8 @@ static void values_sum_test(OpRun* run)
     else values_sum_run<__half, float>(run, dst, src);
 }
 
-/* Every float comes back from its two halves; a bf16 rounded at random is one of the two neighbours, and on average
- * the float itself: within 5 standard deviations of the mean of n. */
+/* Every float comes back from its two halves; stochastic rounding gives one of the two bf16 neighbours, and on
+ * average the float itself: within 5 standard deviations of the mean of n. */
 static void values_random_test(OpRun* run)
 {
     const int n = run->dims[0];
@@ -395,7 +396,7 @@ static void values_random_test(OpRun* run)
         for (int i = 0; i < n; i++)
             sum += bits_float((uint32_t)bf16_random_bits(x, (uint32_t)random_bits(9, i)) << 16) - (double)x;
         const double share = fabs((double)x - below) / step;
-        op_check_value(run, "mean of random roundings", sum / n, 0.0, 5 * step * sqrt(share * (1 - share) / n));
+        op_check_value(run, "mean of stochastic roundings", sum / n, 0.0, 5 * step * sqrt(share * (1 - share) / n));
     }
 }
 

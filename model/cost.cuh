@@ -1,16 +1,16 @@
-/* cost.cuh: what one training step of a planned run does, on paper: each operation by the name of its launcher, how
- * often, its floating-point operations, and the bytes that it must at least move. It goes the way of passes.cuh and
+/* cost.cuh: what one training step of a planned run does, estimated: each operation by the name of its launcher, how
+ * often, its floating-point operations, and the bytes that it must at least move. It follows passes.cuh and
  * zero/update.h without doing anything; test_cost.py holds it to what a run does.
  *   step_cost   the table of a rank's step     costs_sum   of some rows of it
  *
- * flops  of products and attention alone: 2 for each multiply-add that the launcher is asked for. The padding of the
- *        vocabulary counts, and so does what is made again.
+ * flops  of GEMMs and attention alone: 2 for each multiply-add that the launcher is asked for. The padding of the
+ *        vocabulary counts, and so does recomputation.
  * bytes  what each operand and result takes, once: the cost line of the operation's header. Left out are what all rows
  *        share (weights of norms, biases, the table of rotary embedding) and what is small beside a row (statistics).
  * Collectives are not here: zero_wire_bytes has their bytes. */
 #pragma once
 #include "passes.cuh"
-#include "zero/update.h"
+#include "zero/account.h"
 
 enum class Part { FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER };
 static const char* const part_names[] = {"forward", "backward", "recompute", "optimizer"};
@@ -18,14 +18,14 @@ static const char* const part_names[] = {"forward", "backward", "recompute", "op
 typedef struct Cost {
     Part part;
     const char* op;           // the launcher
-    const char* product;      // of a product which one: qkv, attproj, fc, fcproj, head, muon; of others ""
-    int rows, inner, cols;    // of a product: (rows,inner) by (inner,cols), the largest
+    const char* product;      // of a GEMM which one: qkv, attproj, fc, fcproj, head, muon; of others ""
+    int rows, inner, cols;    // of a GEMM: (rows,inner) by (inner,cols), the largest
     double calls, flops, bytes;
 } Cost;
 
 typedef struct Costs { Cost costs[96]; int num_costs; } Costs;
 
-/* Where the walk is: what is added counts `times`. */
+/* Where in the step we are: what is added counts `times`. */
 typedef struct CostWalk {
     Costs* out;
     const Model* m;
@@ -125,18 +125,24 @@ static void cost_swiglu_forward(CostWalk* w)
     cost_add(w, "swiglu_forward", 0, ELEM * 3 * (double)w->N * w->m->config.F);
 }
 
-/* The exact GELU is a pass of its own; the other form is part of the product, which writes its argument too. */
+/* An activation that cuBLASLt fuses into the GEMM reads or writes its argument there; another is a pass of its own. */
+static double cost_fused_elems(const CostWalk* w)
+{
+    const Config* c = &w->m->config;
+    return activation_epilogue(c->activation) == Epilogue::NONE ? 0 : (double)w->N * c->F;
+}
+
 static void cost_mlp_part(CostWalk* w)
 {
     const Config* c = &w->m->config;
-    double N = (double)w->N, C = c->C, F = c->F, fused = c->gelu == Gelu::TANH ? N * F : 0;
+    double N = (double)w->N, C = c->C, F = c->F, fused = cost_fused_elems(w);
     if (is_llama(w->m)) {
         cost_linear_forward(w, "fc", N, C, 2 * F);
         cost_swiglu_forward(w);
         return;
     }
-    cost_product(w, "matmul_forward_gelu", "fc", N, C, F, ELEM * (N * C + C * F + N * F + fused));
-    if (fused == 0) cost_add(w, "gelu_forward", 0, ELEM * 2 * N * F);
+    cost_product(w, "matmul_forward_act", "fc", N, C, F, ELEM * (N * C + C * F + N * F + fused));
+    if (fused == 0) cost_add(w, "activation_forward", 0, ELEM * 2 * N * F);
 }
 
 static void cost_block_forward(CostWalk* w, bool input_is_there)
@@ -166,15 +172,15 @@ static void cost_block_backward(CostWalk* w)
 {
     const Config* c = &w->m->config;
     double N = (double)w->N, C = c->C, F = c->F, Q = (double)config_dim(c, Dim::Q);
-    double QKV = (double)config_dim(c, Dim::QKV), fused = c->gelu == Gelu::TANH ? N * F : 0;
+    double QKV = (double)config_dim(c, Dim::QKV), fused = cost_fused_elems(w);
     cost_drop(w);
     cost_backward_weight(w, "fcproj", N, F, C);
     if (is_llama(w->m)) {
         cost_backward_input(w, "fcproj", N, F, C, false);
         cost_add(w, "swiglu_backward", 0, ELEM * 5 * N * F);
     } else {
-        cost_product(w, "matmul_backward_input_gelu", "fcproj", N, C, F, ELEM * (N * C + C * F + N * F + fused));
-        if (fused == 0) cost_add(w, "gelu_backward", 0, ELEM * 3 * N * F);
+        cost_product(w, "matmul_backward_input_act", "fcproj", N, C, F, ELEM * (N * C + C * F + N * F + fused));
+        if (fused == 0) cost_add(w, "activation_backward", 0, ELEM * 3 * N * F);
     }
     cost_linear_backward(w, "fc", N, C, fc_width(c));
     cost_norm_backward(w);
@@ -202,8 +208,8 @@ static void cost_head(CostWalk* w)
     }
 }
 
-/* The same for head_walk: up through the pieces, and down with the logits made again. */
-static void cost_head_walk(CostWalk* w)
+/* The same for head_loss_chunked: up through the pieces, and down with the logits recomputed. */
+static void cost_head_chunked(CostWalk* w)
 {
     const Config* c = &w->m->config;
     for (int index = 0; index < c->num_pieces; index++) {
@@ -244,15 +250,15 @@ static void cost_micro(CostWalk* w)
     const Config* c = &m->config;
     double N = (double)w->N, C = c->C, pieces = c->num_pieces;
     double segments = 0, restored = m->recompute == Recompute::BLOCKS ? 0 : c->L - 1;
-    for (int layer = 0; layer < c->L; layer++) segments += makes_segment_again(m, layer);
+    for (int layer = 0; layer < c->L; layer++) segments += recomputes_segment(m, layer);
     w->part = Part::FORWARD;
-    for (int piece = 0; piece < (m->walks_vocab ? c->num_pieces : 1); piece++)
+    for (int piece = 0; piece < (m->chunks_vocab ? c->num_pieces : 1); piece++)
         cost_add(w, "embedding_rows", 0, piece == 0 ? ELEM * 2 * N * C : 0);
     cost_drop(w);
     cost_times(w, Part::FORWARD, 1, cost_first_block);
     cost_times(w, Part::FORWARD, c->L - 1, cost_next_block);
     cost_norm_forward(w, true);
-    if (m->walks_vocab) cost_head_walk(w);
+    if (m->chunks_vocab) cost_head_chunked(w);
     else cost_head(w);
     w->part = Part::FORWARD;
     cost_add(w, "loss_accumulate", 0, 8 * N);
@@ -291,8 +297,8 @@ static void cost_gradients(CostWalk* w)
 }
 
 // ------------------------------------------------------------------------------------------------- end of the step
-/* What a step of an element moves: weights read, or written too with their copy for the model; a moment both ways. */
-typedef struct UpdateBytes { double reads, weights, moment; } UpdateBytes;
+/* What a step of an element moves: weights read, or written too with their copy for the model; a state both ways. */
+typedef struct UpdateBytes { double reads, weights, state; } UpdateBytes;
 
 static UpdateBytes update_bytes(const Zero* z, int u)
 {
@@ -312,8 +318,8 @@ static HostBytes host_bytes(const Zero* z)
         Storage storage = unit_storage(z, u);
         bool has_master = storage.master != FLOATX_DTYPE && !unit_is_fp32(z->shard, u);
         double count = (double)zero_owned(z, u).count, moment = (double)dtype_bytes(storage.moments);
-        all.states += count * ((has_master ? (double)dtype_bytes(storage.master) : 0) + moment * z->optimizer->has_m);
-        all.states += (count - (double)zero_v_gap(z, u, SIZE_MAX)) * moment * z->optimizer->has_v;
+        if (has_master) all.states += count * (double)dtype_bytes(storage.master);
+        for (int k = 0; k < MAX_STATES; k++) all.states += moment * (double)zero_state_elems(z, k, u);
         all.gradients += count * (double)dtype_bytes(storage.grads);
         if (unit_in_ring(&z->param_buckets, u)) all.parameters += count * ELEM;
     }
@@ -346,35 +352,52 @@ static void cost_muon(CostWalk* w)
     w->times = 1;
 }
 
+/* What pass R moves of an element. */
+template <class R> static double pass_bytes(UpdateBytes b, double grad)
+{
+    double bytes = (R::READS_GRAD + R::WRITES_GRAD) * grad + (R::READS_PARAM ? b.weights : 0);
+    for (int k = 0; k < MAX_STATES; k++)
+        if (STATES_READ<R> >> k & 1) bytes += R::WRITES_STATES ? b.state : b.state / 2;
+    return bytes;
+}
+
+/* The passes of optimizer R over unit u: params_update. */
+template <class R> static void cost_passes(CostWalk* w, int u)
+{
+    const Zero* z = w->m->zero;
+    constexpr bool matrices = R::PHASE == TensorPhase::MATRICES;
+    const UpdateBytes b = update_bytes(z, u);
+    const bool narrow = zero_slices_grads(z) || unit_folds(z, u);
+    const double grad = (double)dtype_bytes(narrow ? unit_storage(z, u).grads : Dtype::FP32);
+    const double slice = (double)shard_slice(z->shard, u, z->comm->rank).count;
+    const double all = (double)zero_owned(z, u).count, hidden = (double)zero_gap(z, u, SIZE_MAX);
+    const double count = matrices ? hidden : all, rest = all - hidden;
+    cost_add(w, "global_norm_accumulate", 0, grad * slice);
+    if constexpr (R::PHASE != TensorPhase::NONE)
+        if (count > 0) cost_add(w, "optimizer_update", 0, count * pass_bytes<typename R::First>(b, grad));
+    if (R::PHASE == TensorPhase::NORMS) cost_add(w, "lamb_norms", 0, slice * (b.reads + b.state));
+    if constexpr (matrices)
+        if (rest > 0) cost_add(w, "optimizer_update", 0, rest * pass_bytes<typename R::Rest>(b, grad));
+    if (count > 0) cost_add(w, "optimizer_update", 0, count * pass_bytes<R>(b, grad));
+}
+
 /* zero_step_end, on what this rank owns. */
 static void cost_update(CostWalk* w)
 {
     const Zero* z = w->m->zero;
-    Optimizer optimizer = z->optimizer->optimizer;
-    bool lamb = optimizer == Optimizer::LAMB;
     w->part = Part::OPTIMIZER;
     w->times = 1;
-    if (lamb) cost_add(w, "cudaMemsetAsync", 0, 16.0 * z->shard->num_tensors);
+    if (z->optimizer->phase == TensorPhase::NORMS) cost_add(w, "cudaMemsetAsync", 0, 16.0 * z->shard->num_tensors);
     for (int u = 0; u < z->shard->num_units; u++) {
-        bool narrow = zero_slices_grads(z) || unit_folds(z, u);
-        UpdateBytes b = update_bytes(z, u);
-        double moments = b.moment * (z->optimizer->has_m + z->optimizer->has_v);
-        double grad = (double)dtype_bytes(narrow ? unit_storage(z, u).grads : Dtype::FP32);
-        double count = (double)zero_owned(z, u).count, hidden = 0;
-        double slice = (double)shard_slice(z->shard, u, z->comm->rank).count;
-        cost_add(w, "global_norm_accumulate", 0, grad * slice);
-        if (lamb) cost_add(w, "optimizer_update", 0, count * (grad + moments));
-        if (lamb) cost_add(w, "lamb_norms", 0, slice * (b.reads + moments / 2));
-        if (optimizer == Optimizer::MUON) hidden = (double)zero_v_gap(z, u, SIZE_MAX);
-        if (hidden > 0) cost_add(w, "optimizer_update", 0, hidden * (b.moment + 2 * grad));     // momentum
-        if (hidden > 0) cost_add(w, "optimizer_update", 0, hidden * (b.weights + grad));        // step
-        if (count > hidden)
-            cost_add(w, "optimizer_update", 0,
-                     (count - hidden) * (lamb ? b.weights + moments / 2 : b.weights + moments + grad));
+        switch (z->optimizer->optimizer) {
+#define OPTIMIZER_COST(name, word, R) case Optimizer::name: cost_passes<R>(w, u); break;
+        OPTIMIZERS(OPTIMIZER_COST)
+#undef OPTIMIZER_COST
+        }
         if (unit_is_fp32(z->shard, u) && z->rounds_fp32)
             cost_add(w, "weights_round", 0, (4 + ELEM) * (double)z->shard->units[u].range.count);
     }
-    if (optimizer == Optimizer::MUON) cost_muon(w);
+    if (z->optimizer->phase == TensorPhase::MATRICES) cost_muon(w);
 }
 
 /* One step of this rank with full micro-batches and sequences. The model and its Zero are planned. */

@@ -8,7 +8,7 @@
  *   Prompt       one request and its text so far; read from a line of JSON, written as one
  *   generate_*   the loops
  *
- * A text that fills the context goes on from its second half. Without the cache (--no-kv-cache, and the sample at the
+ * A text that fills the context continues from its second half. Without the cache (--no-kv-cache, and the sample at the
  * end of a run) each token runs the whole context through model_forward, and the context slides.
  * At stage 3 all ranks run the same steps, since parameters are gathered by all; else rank 0 runs alone. */
 #pragma once
@@ -34,7 +34,7 @@ typedef struct Decoder {
     floatX* h_logits;               // (num_slots,VP) pinned
 } Decoder;
 
-/* Matrix products take a power of two of rows, the last ones idle: each number of rows is a plan of cuBLASLt's. */
+/* GEMMs take a power of two of rows, the last ones idle: each number of rows is a plan of cuBLASLt's. */
 static int decoder_padded(int N)
 {
     int rows = 1;
@@ -89,7 +89,7 @@ static void decoder_block(Decoder* d, int layer, int N)
     norm_forward(m, unit, NORM_2_WEIGHT, d->residual, d->norm, d->mean, d->rstd, 0, d->residual, m->branch, N);
     linear_forward(m, unit, FC_WEIGHT, d->fc, d->norm, P, c->C, fc_width(c));
     if (is_llama(m)) swiglu_forward(d->fc_act, d->fc, N, c->F, stream);
-    else gelu_forward(d->fc_act, d->fc, (size_t)N * c->F, c->gelu, stream);
+    else activation_forward(d->fc_act, d->fc, (size_t)N * c->F, c->activation, stream);
     linear_forward(m, unit, FCPROJ_WEIGHT, m->branch, d->fc_act, P, c->F, c->C);
 }
 
@@ -113,12 +113,12 @@ static void decoder_step(Decoder* d, int N, const int* wanted, int num_wanted)
     }
     head_begin(m);
     norm_forward(m, head, NORM_F_WEIGHT, d->residual, m->norm_f, d->mean, d->rstd, 0, d->residual, m->branch, N);
-    if (m->walks_vocab) {
+    if (m->chunks_vocab) {
         head_rows_forward(m, wanted, num_wanted);
         CUDA_CHECK(cudaMemcpyAsync(d->h_logits, m->logits, (size_t)num_wanted * c->VP * sizeof(floatX),
                                    cudaMemcpyDeviceToHost, stream));
     }
-    for (int i = m->walks_vocab ? num_wanted : 0, run; i < num_wanted; i += run) {   // neighbouring rows go together
+    for (int i = m->chunks_vocab ? num_wanted : 0, run; i < num_wanted; i += run) {   // neighbouring rows go together
         for (run = 1; i + run < num_wanted && wanted[i + run] == wanted[i] + run; ) run++;
         head_forward(m, wanted[i], decoder_padded(run));
         CUDA_CHECK(cudaMemcpyAsync(d->h_logits + (size_t)i * c->VP, m->logits, (size_t)run * c->VP * sizeof(floatX),
@@ -203,7 +203,7 @@ static void logits_of_context(Model* m, const int* ids, int num_ids, floatX* raw
     CUDA_CHECK(cudaMemcpyAsync(m->tokens, ids + (num_ids - T), T * sizeof(int), cudaMemcpyHostToDevice, stream));
     model_forward(m, 1, T);
     int last = T - 1;
-    if (m->walks_vocab) head_rows_forward(m, &last, 1);
+    if (m->chunks_vocab) head_rows_forward(m, &last, 1);
     else head_forward(m, last, 1);
     CUDA_CHECK(cudaMemcpyAsync(raw, m->logits, m->config.V * sizeof(floatX), cudaMemcpyDeviceToHost, stream));
 }
@@ -216,7 +216,7 @@ typedef struct Prompt {
     GenerateConfig config;
     bool wants_logits;              // of the first new token, in the output
     int *ids, num_ids, num_prompt;
-    int context_first;              // ids[context_first] stands at position 0
+    int context_first;              // ids[context_first] is at position 0
     int num_cached;                 // of the context
     double begun_s, first_s;        // when it was taken up, and when it had its first token
     float* first_logits;            // (V) if wanted
@@ -332,7 +332,7 @@ static char* text_as_utf8(const char* text, size_t length)
     return out;
 }
 
-/* A model may have more ids than its tokenizer, as padding: they stand for nothing. */
+/* A model may have more ids than its tokenizer, as padding: they mean nothing. */
 static char* text_of_ids(const Generator* g, const int* ids, int num_ids, size_t* length)
 {
     int* known = (int*)malloc_checked((num_ids + 1) * sizeof(int));
@@ -425,7 +425,7 @@ static void prompt_end(Prompt* p, const Model* m, Generator* g)
 static int decoder_add_rows(Decoder* d, Prompt* p, int slot, int N, int limit)
 {
     if (p->num_ids - p->context_first > d->T) {
-        p->context_first = p->num_ids - (d->T + 1) / 2;              // the context is full: its second half goes on
+        p->context_first = p->num_ids - (d->T + 1) / 2;              // the context is full: its second half stays
         p->num_cached = 0;
     }
     int num_rows = 0;

@@ -1,6 +1,6 @@
 /* model.cuh: the models, GPT-2 (Radford et al. 2019) and LLaMA (Touvron et al. 2023; Mistral and Qwen2 are the same
  * with other settings), as Hugging Face's files have them. Both are one block of pre-norm attention and MLP:
- *              norm       positions   MLP             biases            weights lie   head
+ *              norm       positions   MLP             biases            weights are   head
  *   GPT-2      LayerNorm  learned     GELU            everywhere        (in, out)     tied
  *   LLaMA      RMSNorm    rotary      gated by SiLU   as config says    (out, in)     as config says
  *
@@ -9,7 +9,7 @@
  *   C  channels                              L   layers                     F   MLP width
  *   NH query heads   NKV key/value heads     HS  head size                  Q   query width, NH*HS
  *   V  vocabulary    VP  V padded to 64      R   ranks                      G   micro-steps
- * Gradients are d + name. Weights lie as in the HF file; the head is (out, in) in both families.
+ * Gradients are d + name. Weights are stored as in the HF file; the head is (out, in) in both families.
  *
  * What is here, in order: the tensor tables, the only list of tensors; Model, its activations; forward; backward. */
 #pragma once
@@ -38,7 +38,7 @@ enum Row {
     NORM_F_WEIGHT, NORM_F_BIAS, LM_HEAD, NUM_ROWS
 };
 
-/* Each tensor of the file. Those that follow each other with the same row lie joined and are one matrix to the code:
+/* Each tensor of the file. Those that follow each other with the same row are stored joined, one matrix to the code:
  * q, k and v one above the other are the (Q + 2 KV, C) matrix that makes all three. A bias that the config does not
  * have is left out, so is a tied head. */
 typedef struct { Row row; Where where; const char* name; Dim rows, cols; Init init; } TensorRow;
@@ -95,8 +95,9 @@ static size_t config_dim(const Config* c, Dim d)
     case Dim::KV: return (size_t)c->NKV * c->HS;
     case Dim::QKV: return (size_t)(c->NH + 2 * c->NKV) * c->HS;
     case Dim::F: return c->F;
-    default: return 1;
+    case Dim::ONE: break;
     }
+    return 1;
 }
 
 static bool config_has(const Config* c, Row row)
@@ -172,15 +173,17 @@ static void tensor_add(Tensor* out, const Config* c, const TensorRow* row, int u
     out->row = row->row;
 }
 
-/* Does a matrix product read it, as its weight or bias? A tied wte is the head too. */
-static bool row_is_in_product(const Config* c, int row)
+/* Does a GEMM read it, as its weight or bias? A tied wte is the head too. */
+static bool row_is_in_gemm(const Config* c, Row row)
 {
     switch (row) {
     case WTE: return c->tied;
     case WPE: case NORM_1_WEIGHT: case NORM_1_BIAS: case NORM_2_WEIGHT: case NORM_2_BIAS: case NORM_F_WEIGHT:
     case NORM_F_BIAS: return false;
-    default: return true;
+    case QKV_WEIGHT: case QKV_BIAS: case PROJ_WEIGHT: case PROJ_BIAS: case FC_WEIGHT: case FC_BIAS: case FCPROJ_WEIGHT:
+    case FCPROJ_BIAS: case LM_HEAD: case NUM_ROWS: break;
     }
+    return true;
 }
 
 /* Is `item` some of the parts of a tensor's name, between dots, or a shell pattern that fits it? */
@@ -192,7 +195,7 @@ static bool name_fits(const char* item, const char* name)
     return strstr(dotted_name, dotted_item) != nullptr || fnmatch(item, name, 0) == 0;
 }
 
-/* --fp32-tensors: marks what fits one of the names of `list`, which have commas between. What lies as one matrix, and
+/* --fp32-tensors: marks what fits one of the names of `list`, comma-separated. What is stored as one matrix, and
  * weight and bias of a norm, are kept in the same way. */
 static void tensors_keep_fp32(Tensor* tensors, int num_tensors, const char* list)
 {
@@ -251,24 +254,24 @@ static const Tensor* unit_tensor(const Shard* s, int unit, int row)
     return nullptr;
 }
 
-/* Does a product read something that is kept in fp32? */
+/* Does a GEMM read something that is stored in fp32? */
 static bool model_rounds_fp32(const Shard* s, const Config* c)
 {
     for (int i = 0; i < (s->num_fp32_units > 0 ? s->units[0].num_tensors : 0); i++)
-        if (row_is_in_product(c, s->tensors[i].row)) return true;
+        if (row_is_in_gemm(c, (Row)s->tensors[i].row)) return true;
     return false;
 }
 
 // ----------------------------------------------------------------------------------------------------------- Model
-/* How much of what a forward leaves is kept for the backward; the rest is made again by the same kernels from the same
+/* How much of what a forward leaves is kept for the backward; the rest is recomputed by the same kernels from the same
  * numbers, so that the gradients have the same bits. The topmost blocks, whose buffers still hold the forward, are not
- * made again. Chen et al. 2016, arXiv:1604.06174. */
+ * recomputed. Activation checkpointing: Chen et al. 2016, arXiv:1604.06174. */
 enum class Recompute {
     NONE,
-    CHEAP,        // the outputs of the norms, and of SwiGLU, are made again: no matrix product (GELU is part of one)
-    MLP,          // and the first product of the MLP
+    CHEAP,        // the outputs of the norms, and of SwiGLU, are recomputed: no GEMM (GELU is part of one)
+    MLP,          // and the first GEMM of the MLP
     ATTENTION,    // and q, k, v and the attention: kept are the two places of the residual stream
-    BLOCKS,       // all but the input of every segment_layers-th block; that many blocks are made again at a time
+    BLOCKS,       // all but the input of every segment_layers-th block; that many blocks are recomputed at a time
 };
 
 /* Where block `layer` keeps its activations. Statistics of the norms are kept by layer, first_row into (L,N). */
@@ -282,10 +285,10 @@ typedef struct Model {
     Config config;
     Shard shard;
     Zero* zero;
-    bool walks_vocab;         // stages 2-3: wte and head, or at stage 2 their gradients, are there piece by piece
+    bool chunks_vocab;         // stages 2-3: wte and head, or at stage 2 their gradients, are there piece by piece
     Recompute recompute;
     int segment_layers;       // BLOCKS
-    bool offloads;            // BLOCKS: the inputs of the segments lie in host memory, two of them on the device
+    bool offloads;            // BLOCKS: the inputs of the segments are in host memory, two of them on the device
     Offload inputs;
     int* visits;              // (num_visits) units in the order of their use in a micro-step
     int num_visits;
@@ -300,7 +303,7 @@ typedef struct Model {
     floatX *residual;         // (L,N,C)   block input, after the sum
     floatX *norm_1;           // (L,N,C)
     float  *norm_1_mean, *norm_1_rstd;   // (L,N)
-    floatX *qkv;              // (L,N,QKV) q heads, k heads, v heads; q and k turned where there is rotary embedding
+    floatX *qkv;              // (L,N,QKV) q heads, k heads, v heads; q and k rotated where there is rotary embedding
     floatX *att;              // (L,N,Q)   heads side by side
     float  *att_lse;          // (L,B,NH,T)
     floatX *residual_2;       // (L,N,C)   after attention
@@ -313,9 +316,9 @@ typedef struct Model {
     floatX *residual_f;       // (N,C)
     floatX *norm_f;           // (N,C)
     float  *norm_f_mean, *norm_f_rstd;   // (N)
-    floatX *logits;           // (head_rows,VP), turned into dlogits in place
+    floatX *logits;           // (head_rows,VP), overwritten by dlogits
     float  *losses;           // (N)
-    float  *maxima;           // (N)       walks_vocab: of the logits so far
+    float  *maxima;           // (N)       chunks_vocab: of the logits so far
     double *exp_sums;         // (N)       and the sum of their exponentials
     int *tokens, *targets;    // (B,T)
     // backward
@@ -334,7 +337,7 @@ static bool is_llama(const Model* m) { return m->config.family == Family::LLAMA;
 static Layout linear_layout(const Model* m) { return is_llama(m) ? Layout::OUT_IN : Layout::IN_OUT; }
 static int fc_width(const Config* c) { return c->family == Family::LLAMA ? 2 * c->F : c->F; }
 
-/* How many layers keep what is made again from `level` on. */
+/* How many layers keep what is recomputed from `level` on. */
 static size_t kept_layers(const Model* m, Recompute level)
 {
     if (m->recompute == Recompute::BLOCKS) return m->segment_layers;
@@ -344,11 +347,11 @@ static size_t kept_layers(const Model* m, Recompute level)
 static size_t num_segments(const Model* m) { return ceil_div(m->config.L, m->segment_layers); }
 static bool starts_segment(const Model* m, int layer) { return layer % m->segment_layers == 0; }
 
-/* Inputs of segments that lie on the device. */
+/* Inputs of segments that are on the device. */
 static size_t num_segment_inputs(const Model* m) { return m->offloads ? (size_t)OFFLOAD_BUFFERS : num_segments(m); }
 
-/* Room for N rows of a layer, whole cache lines: each layer's lie as the first's do, so that products and vector loads
- * take the same way in each, wherever recomputation has it lie. */
+/* Room for N rows of a layer, whole cache lines: each layer's start as the first's do, so that GEMMs and vector loads
+ * take the same code path in each, wherever recomputation stores it. */
 static size_t layer_elems(size_t N, size_t cols) { return round_up(N * cols, 64); }
 
 static Block model_block(const Model* m, int layer)
@@ -402,8 +405,8 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     plan_add(plan, label, D, &m->fc_act, (is_llama(m) ? cheap : mlp) * layer_elems(N, F));
     for (floatX** p : {&m->branch, &m->residual_f, &m->norm_f}) plan_add(plan, label, D, p, N * C);
     for (float** p : {&m->norm_f_rstd, &m->losses}) plan_add(plan, label, D, p, N);
-    plan_add(plan, label, D, &m->maxima, m->walks_vocab ? N : 0);
-    plan_add(plan, label, D, &m->exp_sums, m->walks_vocab ? N : 0);
+    plan_add(plan, label, D, &m->maxima, m->chunks_vocab ? N : 0);
+    plan_add(plan, label, D, &m->exp_sums, m->chunks_vocab ? N : 0);
     if (is_llama(m)) {
         plan_add(plan, "rotary table", D, &m->rope, (size_t)T * c->HS);
     } else {
@@ -439,7 +442,7 @@ static void model_start(Model* m)
 }
 
 /* Floating-point operations of one token, forward and backward: 6 per matrix weight, and causal attention's
- * 6*L*Q*T (two products forward, four backward, half of T x T). */
+ * 6*L*Q*T (two GEMMs forward, four backward, half of T x T). */
 static double model_flops_per_token(const Config* c, int T)
 {
     double Q = (double)config_dim(c, Dim::Q), QKV = (double)config_dim(c, Dim::QKV);
@@ -447,11 +450,11 @@ static double model_flops_per_token(const Config* c, int T)
     return 6.0 * (c->L * block + (double)c->V * c->C) + 6.0 * c->L * Q * T;
 }
 
-/* Where tensor t lies in its unit. */
+/* Where tensor t is in its unit. */
 static size_t tensor_offset(const Model* m, const Tensor* t) { return t->first - m->shard.units[t->unit].range.first; }
 
 /* Tensor `row` of a unit for which zero_params_begin has been called; null if the model has none. Of what is kept in
- * fp32, the rounded copy that products read. */
+ * fp32, the rounded copy that GEMMs read. */
 static floatX* model_param(const Model* m, int unit, int row)
 {
     const Tensor* t = unit_tensor(&m->shard, unit, row);
@@ -542,7 +545,7 @@ static void attention_part(const Model* m, int layer, const Block* a, int B, int
                       stream, model_dropout(m, DROPOUT_ATTENTION, layer));
 }
 
-/* norm_2 -> fc, fc_act. GELU is part of the product. */
+/* norm_2 -> fc, fc_act. The activation is part of the GEMM, where cuBLASLt has it. */
 static void mlp_part(const Model* m, int unit, const Block* a, int N)
 {
     const Config* c = &m->config;
@@ -550,13 +553,13 @@ static void mlp_part(const Model* m, int unit, const Block* a, int N)
         linear_forward(m, unit, FC_WEIGHT, a->fc, a->norm_2, N, c->C, fc_width(c));
         swiglu_forward(a->fc_act, a->fc, N, c->F, m->zero->compute);
     } else {
-        matmul_forward_gelu(a->fc_act, a->fc, a->norm_2, model_param(m, unit, FC_WEIGHT), model_param(m, unit, FC_BIAS),
-                            N, c->C, c->F, linear_layout(m), c->gelu, m->zero->compute);
+        matmul_forward_act(a->fc_act, a->fc, a->norm_2, model_param(m, unit, FC_WEIGHT), model_param(m, unit, FC_BIAS),
+                           N, c->C, c->F, linear_layout(m), c->activation, m->zero->compute);
     }
 }
 
 /* Block `layer` on B*T rows. The residual stream arrives in the residual of this block if it is there (the first block,
- * or one that is made again), else as residual_2 of the block below plus the branch. Leaves residual_2 and a new
+ * or one that is recomputed), else as residual_2 of the block below plus the branch. Leaves residual_2 and a new
  * branch. */
 static void block_forward(Model* m, int layer, int B, int T, bool input_is_there)
 {
@@ -576,7 +579,7 @@ static void block_forward(Model* m, int layer, int B, int T, bool input_is_there
     drop(m, m->branch, m->branch, DROPOUT_FCPROJ, layer, B, T);
 }
 
-/* Makes again what the backward of block `layer` needs and was not kept, segments aside. */
+/* Recomputes what the backward of block `layer` needs and was not kept, segments aside. */
 static void block_restore(Model* m, int layer, int B, int T)
 {
     const Config* c = &m->config;
@@ -645,8 +648,8 @@ static void block_backward(Model* m, int layer, int B, int T)
     } else {
         matmul_backward_weight(model_grad(m, unit, FCPROJ_WEIGHT), model_grad(m, unit, FCPROJ_BIAS), m->scratch,
                                dbranch, a.fc_act, N, F, C, linear_layout(m), stream);
-        matmul_backward_input_gelu(m->dfc, dbranch, model_param(m, unit, FCPROJ_WEIGHT), a.fc, N, F, C,
-                                   linear_layout(m), c->gelu, stream);
+        matmul_backward_input_act(m->dfc, dbranch, model_param(m, unit, FCPROJ_WEIGHT), a.fc, N, F, C,
+                                  linear_layout(m), c->activation, stream);
     }
     linear_backward(m, unit, FC_WEIGHT, m->dnorm, m->dfc, a.norm_2, N, C, FC);
     norm_backward(m, unit, NORM_2_WEIGHT, a.residual_2, m->norm_2_mean, m->norm_2_rstd, a.first_row, N);

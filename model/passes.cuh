@@ -4,19 +4,19 @@
  *   model_forward      tokens -> the input of the head     head_forward, head_loss   the head, in chunks of rows
  *   model_train_micro  tokens, targets -> gradients, sums  model_eval_micro          tokens, targets -> sums
  *
- * Stages 2 and 3 with a large untied vocabulary (walks_vocab): wte and head are pieces of about a block's size that
- * pass through the ring as blocks do. The lookup takes from each piece the rows that lie in it. The head goes through
+ * Stages 2 and 3 with a large untied vocabulary (chunks_vocab): wte and head are pieces of about a block's size that
+ * pass through the ring as blocks do. The lookup takes from each piece the rows that are in it. The head goes through
  * its pieces twice, each time over all rows: up, for the maximum and the sum of the softmax, and down again from the
- * piece that is still there, with the same logits made again, for the gradients. So nothing is gathered more often than
- * a block is, V C weights and 3 V C of their gradients' fp32 lie on no rank, and the price is a fourth product of the
+ * piece that is still there, with the same logits recomputed, for the gradients. So nothing is gathered more often than
+ * a block is, V C weights and 3 V C of their gradients' fp32 are on no rank, and the price is a fourth GEMM of the
  * head. At stage 2 the weights are whole, and the gradients alone go through the ring, at the same price. The other
  * ways: gather all pieces for each chunk of rows (N / head_rows times the bytes), or keep the logits of all rows (2 N V
  * bytes: for llama3-8b at 8192 tokens twice the head itself). */
 #pragma once
 #include "model.cuh"
 
-/* The top block of each segment is where the backward makes the segment again. At the very top it is still there. */
-static bool makes_segment_again(const Model* m, int layer)
+/* The top block of each segment is where the backward recomputes the segment. At the very top it is still there. */
+static bool recomputes_segment(const Model* m, int layer)
 {
     if (m->recompute != Recompute::BLOCKS || layer == m->config.L - 1) return false;
     return layer % m->segment_layers == m->segment_layers - 1;
@@ -29,10 +29,10 @@ static void model_visits(Model* m)
     m->visits = (int*)malloc_checked((3 * (size_t)c->L + 3 * c->num_pieces + 2) * sizeof(int));
     int n = 0;
     for (int unit = 0; unit < num_units(c); unit++) m->visits[n++] = unit;
-    if (m->walks_vocab)
+    if (m->chunks_vocab)
         for (int piece = c->num_pieces - 1; piece >= 0; piece--) m->visits[n++] = unit_lm_head(c, piece);
     for (int layer = c->L - 1; layer >= 0; layer--) {
-        if (makes_segment_again(m, layer))
+        if (recomputes_segment(m, layer))
             for (int i = layer + 1 - m->segment_layers; i <= layer; i++) m->visits[n++] = unit_block(c, i);
         m->visits[n++] = unit_block(c, layer);
     }
@@ -40,16 +40,16 @@ static void model_visits(Model* m)
 }
 
 /* Units whose gradients stay whole, and at stage 3 their parameters: what is kept in fp32, embeddings and head, unless
- * the vocabulary is walked through. */
+ * the vocabulary is chunked. */
 static void model_resident(const Model* m, bool* resident)
 {
     const Config* c = &m->config;
     for (int u = 0; u < num_units(c); u++)
         resident[u] = u < unit_embed(c) || u == unit_head(c) ||
-                      (!m->walks_vocab && (u < unit_block(c, 0) || u > unit_head(c)));
+                      (!m->chunks_vocab && (u < unit_block(c, 0) || u > unit_head(c)));
 }
 
-/* Makes the segment that ends with block `layer` again from its input. */
+/* Recomputes the segment that ends with block `layer` from its input. */
 static void segment_forward(Model* m, int layer, int B, int T)
 {
     int first = layer + 1 - m->segment_layers;
@@ -79,7 +79,7 @@ template <class E> static void embed_rows(const Model* m, floatX* out, const int
                                   m->zero->compute);
 }
 
-/* m->tokens (N) -> out (N,C). positions null: row n stands at n % T. Whole, the pieces are one matrix. */
+/* m->tokens (N) -> out (N,C). positions null: row n is at position n % T. Whole, the pieces are one matrix. */
 static void embed_forward(const Model* m, floatX* out, const int* positions, int N, int T)
 {
     const Config* c = &m->config;
@@ -87,20 +87,20 @@ static void embed_forward(const Model* m, floatX* out, const int* positions, int
     for (int piece = 0; piece < c->num_pieces; piece++) {
         int unit = unit_embed(c, piece);
         zero_params_begin(m->zero, unit);
-        if (!m->walks_vocab && piece < c->num_pieces - 1) continue;
-        TokenRange range = m->walks_vocab ? piece_tokens(c, piece) : ALL_TOKENS;
-        if (!m->walks_vocab) unit = unit_embed(c);
+        if (!m->chunks_vocab && piece < c->num_pieces - 1) continue;
+        TokenRange range = m->chunks_vocab ? piece_tokens(c, piece) : ALL_TOKENS;
+        if (!m->chunks_vocab) unit = unit_embed(c);
         const float* wte = model_param_fp32(m, unit, WTE);
         if (wte != nullptr) embed_rows(m, out, positions, unit, wte, range, N, T);
         else embed_rows<floatX>(m, out, positions, unit, model_param(m, unit, WTE), range, N, T);
     }
 }
 
-/* Before the final norm, and before the head where that lies whole. */
+/* Before the final norm, and before the head where that is whole. */
 static void head_begin(Model* m)
 {
     const Config* c = &m->config;
-    for (int unit = unit_head(c); unit < (m->walks_vocab ? unit_head(c) + 1 : num_units(c)); unit++)
+    for (int unit = unit_head(c); unit < (m->chunks_vocab ? unit_head(c) + 1 : num_units(c)); unit++)
         zero_params_begin(m->zero, unit);
 }
 
@@ -125,7 +125,7 @@ static void model_forward(Model* m, int B, int T)
                  m->branch, B * T);
 }
 
-/* Where the head lies whole. */
+/* Where the head is whole. */
 static const floatX* head_weight(const Model* m)
 {
     return m->config.tied ? model_param(m, unit_embed(&m->config), WTE)
@@ -171,8 +171,8 @@ static LogitsPiece head_piece(const Model* m, int piece, int* max_rows)
     return LogitsPiece{first, left < stride ? left : stride, stride, piece == c->num_pieces - 1};
 }
 
-/* head_loss where the head is walked through; `backward` also reduces the gradients of its pieces. */
-static void head_walk(Model* m, int N, float dloss, bool backward, int micro, int num_micro)
+/* head_loss where the vocabulary is chunked; `backward` also reduces the gradients of its pieces. */
+static void head_loss_chunked(Model* m, int N, float dloss, bool backward, int micro, int num_micro)
 {
     const Config* c = &m->config;
     Zero* z = m->zero;
@@ -208,11 +208,11 @@ static void head_walk(Model* m, int N, float dloss, bool backward, int micro, in
 /* m->losses (N), no gradients. */
 static void head_losses(Model* m, int N)
 {
-    if (m->walks_vocab) head_walk(m, N, 0, false, 0, 1);
+    if (m->chunks_vocab) head_loss_chunked(m, N, 0, false, 0, 1);
     else head_loss(m, N, 0, false);
 }
 
-/* Logits of some rows of norm_f where the head is walked through -> m->logits (num_rows,VP). */
+/* Logits of some rows of norm_f where the vocabulary is chunked -> m->logits (num_rows,VP). */
 static void head_rows_forward(Model* m, const int* rows, int num_rows)
 {
     const Config* c = &m->config;
@@ -243,21 +243,21 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     phase_begin(Phase::FORWARD);
     model_forward(m, B, T);
     phase_begin(Phase::HEAD);
-    if (m->walks_vocab) head_walk(m, N, dloss, true, micro, num_micro);
+    if (m->chunks_vocab) head_loss_chunked(m, N, dloss, true, micro, num_micro);
     else head_loss(m, N, dloss, true);
     loss_accumulate(z->step_sums + NUM_TOKS, m->losses, m->targets, N, stream);
     phase_begin(Phase::BACKWARD);
     residual_gradient_clear(m, N);
     norm_backward(m, head, NORM_F_WEIGHT, m->residual_f, m->norm_f_mean, m->norm_f_rstd, 0, N);
-    for (int unit = num_units(c) - 1; unit > head && !m->walks_vocab; unit--)
+    for (int unit = num_units(c) - 1; unit > head && !m->chunks_vocab; unit--)
         zero_gradient_end(z, unit, micro, num_micro);
     zero_gradient_end(z, head, micro, num_micro);
     for (int layer = c->L - 1; layer >= 0; layer--) {
         int unit = unit_block(c, layer);
-        bool makes_again = makes_segment_again(m, layer);
-        if (m->offloads && (makes_again || layer == c->L - 1))
+        bool recomputes = recomputes_segment(m, layer);
+        if (m->offloads && (recomputes || layer == c->L - 1))
             offload_read_begin(&m->inputs, layer / m->segment_layers);
-        if (makes_again) segment_forward(m, layer, B, T);
+        if (recomputes) segment_forward(m, layer, B, T);
         zero_params_begin(z, unit);
         block_restore(m, layer, B, T);
         zero_gradient_begin(z, unit);

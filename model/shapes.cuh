@@ -2,7 +2,7 @@
  * change the numbers and is not built is refused by name. The legend of the letters is in model.cuh. */
 #pragma once
 #include "data/json.h"
-#include "kernels/gelu.cuh"
+#include "kernels/activation.cuh"
 #include "kernels/rope.cuh"
 
 enum class Family { GPT2, LLAMA };
@@ -15,7 +15,7 @@ typedef struct Config {
     float eps;              // of the norms
     bool tied;              // head = wte
     bool qkv_bias, proj_bias, mlp_bias;
-    Gelu gelu;              // GPT-2
+    Activation activation;  // of the MLP; LLaMA: of its gate
     RopeConfig rope;        // LLaMA
     float pdrop;            // dropout that config.json names; only said
     char* hf_text;          // config.json as it was read, written back as it is; null for presets
@@ -31,7 +31,7 @@ static void config_finish(Config* c, const char* from)
     if (c->HS == 0) c->HS = c->C / c->NH;
     ENSURE(c->NH % c->NKV == 0, "%s: %d query heads cannot be shared out among %d key/value heads", from, c->NH,
            c->NKV);
-    ENSURE(c->family == Family::GPT2 || c->HS % 2 == 0, "%s: head size %d is odd: rotary embedding turns pairs", from,
+    ENSURE(c->family == Family::GPT2 || c->HS % 2 == 0, "%s: head size %d is odd: rotary embedding rotates pairs", from,
            c->HS);
     c->VP = (int)round_up(c->V, 64);
     if (c->F == 0) c->F = 4 * c->C;
@@ -44,7 +44,7 @@ static Config config_gpt2()
     snprintf(c.model_type, sizeof c.model_type, "gpt2");
     c.eps = 1e-5f;
     c.tied = c.qkv_bias = c.proj_bias = c.mlp_bias = true;
-    c.gelu = Gelu::TANH;
+    c.activation = Activation::GELU_TANH;
     return c;
 }
 
@@ -52,6 +52,7 @@ static Config config_llama(const char* model_type)
 {
     Config c = {};
     c.family = Family::LLAMA;
+    c.activation = Activation::SILU;
     snprintf(c.model_type, sizeof c.model_type, "%s", model_type);
     c.qkv_bias = strcmp(model_type, "qwen2") == 0;
     c.rope = RopeConfig{10000, RopeScaling::NONE, 1, 1, 4, 8192};
@@ -122,10 +123,8 @@ static void config_read_gpt2(Config* c, const cJSON* j, const char* path)
     c->eps = (float)json_float_or(j, "layer_norm_epsilon", 1e-5, 0, 1, path);
     c->tied = json_bool_or(j, "tie_word_embeddings", true, path);
     const char* activation = json_string_or(j, "activation_function", "gelu_new", path);
-    bool tanh_gelu = strcmp(activation, "gelu_new") == 0 || strcmp(activation, "gelu_pytorch_tanh") == 0;
-    ENSURE(tanh_gelu || strcmp(activation, "gelu") == 0,
-           "%s: activation_function is \"%s\", have gelu_new, gelu_pytorch_tanh and gelu", path, activation);
-    c->gelu = tanh_gelu ? Gelu::TANH : Gelu::ERF;
+    ENSURE(activation_find(&c->activation, activation), "%s: activation_function is \"%s\", have %s", path, activation,
+           activation_names);
     for (const char* key : {"attn_pdrop", "embd_pdrop", "resid_pdrop"}) {
         float p = (float)json_float_or(j, key, 0, 0, 1, path);
         if (p > c->pdrop) c->pdrop = p;
@@ -215,6 +214,15 @@ static void config_read(Config* c, const char* path)
     config_finish(c, path);
 }
 
+/* By its first name. */
+static void config_add_activation(cJSON* j, const char* key, Activation activation)
+{
+    const char* names = activation_rows[(int)activation].names;
+    char name[32];
+    snprintf(name, sizeof name, "%.*s", (int)strcspn(names, ","), names);
+    json_add_string(j, key, name);
+}
+
 static void config_add_gpt2(cJSON* j, const Config* c)
 {
     json_add_int(j, "n_positions", c->context);
@@ -222,7 +230,7 @@ static void config_add_gpt2(cJSON* j, const Config* c)
     json_add_int(j, "n_layer", c->L);
     json_add_int(j, "n_head", c->NH);
     json_add_int(j, "n_inner", c->F);
-    json_add_string(j, "activation_function", c->gelu == Gelu::TANH ? "gelu_new" : "gelu");
+    config_add_activation(j, "activation_function", c->activation);
     json_add_float(j, "layer_norm_epsilon", c->eps);
     for (const char* key : {"attn_pdrop", "embd_pdrop", "resid_pdrop"}) json_add_float(j, key, 0);
 }
@@ -236,7 +244,7 @@ static void config_add_llama(cJSON* j, const Config* c)
     json_add_int(j, "num_key_value_heads", c->NKV);
     json_add_int(j, "head_dim", c->HS);
     json_add_int(j, "intermediate_size", c->F);
-    json_add_string(j, "hidden_act", "silu");
+    config_add_activation(j, "hidden_act", c->activation);
     json_add_float(j, "rms_norm_eps", c->eps);
     json_add_float(j, "rope_theta", c->rope.theta);
 }

@@ -2,7 +2,7 @@
  * reach by themselves. A projection.
  *   step_time    seconds of a step of a planned run      costs_print   the same by operation
  *
- * GPU   product     flops / (product_share * peak) or its bytes, whichever is longer, + 8 us
+ * GPU   GEMM        flops / (product_share * peak) or its bytes, whichever is longer, + 8 us
  *       attention   flops / (attention_tflops * T / (T + T0)), T0 300 forward and 600 backward; heads of 128 are faster
  *       others      bytes / (0.87 * bandwidth) + 3 us
  * CPU   flops as a share of the peak, bytes as one of the triad's bandwidth, both measured at the start: cpu_rates
@@ -10,7 +10,7 @@
  *       overlap what the backward (gradients) and the forward (parameters) are long enough for costs nothing, but the
  *       embeddings' gradient comes last and is waited for.
  * host  with --offload: what the update reads or writes of host memory / bus, where that is longer than the update.
- *       Slices of parameters on their way to be gathered, and of gradients that have been reduced, count with the wire.
+ *       Slices of parameters on their way to be gathered, and of reduced gradients, count as communication.
  *       In the CPU build host memory is the device's
  * What the rates are taken from is in docs/benchmarks.md. */
 #pragma once
@@ -24,7 +24,7 @@ enum { HOST_GPUS = 8 };
 typedef struct StepTime { double forward_s, backward_s, update_s, wire_s, exposed_s, step_s; } StepTime;
 
 /* Of the CPU's operations by how their names begin: what is reached of the peak (with flops) or of the bandwidth,
- * of products with 256 rows and with 1024, of attention with sequences of 64 and 1024; between them on a logarithmic
+ * of GEMMs with 256 rows and with 1024, of attention with sequences of 64 and 1024; between them on a logarithmic
  * scale. Medians of three runs of `test_ops --bench`, in dev/LOG.md: "The step on paper, on a quiet machine". */
 static const struct { const char* begins; double few, many; } cpu_rates[] = {
     {"matmul_", 0.84, 0.85},
@@ -93,7 +93,7 @@ static double host_rate(const Device* d)
 static double update_host_bytes(const Zero* z)
 {
     HostBytes host = host_bytes(z);
-    double states = host.states * (z->optimizer->optimizer == Optimizer::LAMB ? 3 : 1);
+    double states = host.states * (z->optimizer->phase == TensorPhase::NORMS ? 3 : 1);
     return states + fmax(2 * host.gradients, host.parameters);
 }
 
@@ -145,7 +145,7 @@ static StepTime step_time(const Device* d, const Model* m, const Costs* costs)
 /* One line for each operation, by parts. */
 static void costs_print(const Device* d, const Model* m, const Costs* costs, FILE* f)
 {
-    fprintf(f, "operations of a step and rank%s\n", d->memory_gbps > 0 ? ", times on paper" : "");
+    fprintf(f, "operations of a step and rank%s\n", d->memory_gbps > 0 ? ", estimated times" : "");
     for (Part part : {Part::FORWARD, Part::BACKWARD, Part::RECOMPUTE, Part::OPTIMIZER}) {
         for (int i = 0; i < costs->num_costs; i++) {
             const Cost* c = &costs->costs[i];

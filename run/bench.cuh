@@ -526,22 +526,6 @@ static size_t bench_total_steps(const Flags* f)
     return BENCH_WARMUP_STEPS + bench_num_steps(f) + 1 + num_op_steps;
 }
 
-/* What reads data, or writes a run folder, or changes the size of a step. */
-static void bench_refuse(const Flags* f)
-{
-    char name[64];
-    if (f->given[FLAG_bench_json] && !f->bench) die_usage("--bench-json goes with --bench");
-    if (!f->bench) return;
-    for (FlagIdx idx : {FLAG_data, FLAG_val, FLAG_raw_tokens, FLAG_no_shuffle, FLAG_epochs, FLAG_eval_every,
-                        FLAG_eval_batches, FLAG_eval_stride, FLAG_out, FLAG_save_every, FLAG_keep, FLAG_keep_every,
-                        FLAG_resume, FLAG_elastic, FLAG_hash_every, FLAG_check_replicas, FLAG_batch_ramp,
-                        FLAG_seq_ramp})
-        if (f->given[idx])
-            die_usage("%s has no place beside --bench, whose tokens are made up, whose steps are all alike, and which "
-                      "keeps nothing but --bench-json FILE: leave it out", flag_long_name(&flag_rows[idx], name));
-    if (f->given[FLAG_steps] && f->steps < 1) die_usage("-n %lld: --bench needs a step to time", (long long)f->steps);
-}
-
 static void bench(Run* run, Ceilings ceilings, const char* model_name)
 {
     Bench b = {};

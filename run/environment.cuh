@@ -2,6 +2,7 @@
  * and where something is missing what to do about it. Starts no ranks and allocates nothing on a device. */
 #pragma once
 #include <cjson/cJSON.h>
+#define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
 #include <sys/resource.h>
 #include <sys/statvfs.h>
@@ -121,7 +122,7 @@ static void environment_libraries(void)
 #elif defined(DEVICE_EMU)
     environment_row("BLAS", nullptr, "OpenBLAS under cuBLASLt's names");
 #else
-    environment_row("BLAS", nullptr, "its own products (kernels/cpu/gemm.h)");
+    environment_row("BLAS", nullptr, "its own GEMM (kernels/cpu/gemm.h)");
 #endif
     char pcre[64] = "";
     pcre2_config(PCRE2_CONFIG_VERSION, pcre);

@@ -40,6 +40,13 @@ static EvalResult evaluate(Run* run)
     return EvalResult{h_sums[1] / h_sums[0], h_sums[0]};
 }
 
+/* The line of a validation: see data/run_log.h. */
+#define VALIDATION_FIELDS(F) \
+    F(step,          int,  "",               true, (long long)run->step, "after which it was done") \
+    F(val_loss,      real, "nats per token", true, r.loss, "mean loss of the validation set") \
+    F(bits_per_byte, real, "bits per byte",  bits > 0, bits, "the same loss per byte of text, where the shards have its length") \
+    F(val_tokens,    int,  "tokens",         true, (long long)r.num_tokens, "that it is the mean of")
+
 static void evaluate_and_say(Run* run)
 {
     if (!run->has_val) return;
@@ -59,13 +66,16 @@ static void evaluate_and_say(Run* run)
             exp(r.loss * (double)run->val_set.num_toks / (double)run->val_set.num_words));
     if (run->flags->eval_stride > 0) SAY(" | windows of %d every %lld", run->T, (long long)run->flags->eval_stride);
     SAY("\n");
-    log_begin(&run->log);
-    log_int(&run->log, "step", (long long)run->step);
-    log_real(&run->log, "val_loss", r.loss);
-    log_int(&run->log, "val_tokens", (long long)r.num_tokens);
-    if (bits > 0) log_real(&run->log, "bits_per_byte", bits);
-    log_end(&run->log);
+    RunLog* log = &run->log;
+    if (log->f == nullptr) return;
+    log_begin(log);
+    VALIDATION_FIELDS(LOG_FIELD)
+    log_end(log);
 }
+
+#define SAMPLE_FIELDS(F) \
+    F(step,   int,  "", true, (long long)run->step, "after which it was generated") \
+    F(sample, text, "", true, valid, "what the model makes of the validation text's beginning, at the end of a run")
 
 /* At the end of a run, where there is a tokenizer: what the model makes of the validation text's beginning. On rank 0;
  * the others wait, or at stage 3 take part. */
@@ -81,10 +91,10 @@ static void say_sample(Run* run)
         generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens, num_ids, &heard);
         if (heard.text != nullptr) {
             char* valid = text_as_utf8(heard.text, heard.length);
-            log_begin(&run->log);
-            log_int(&run->log, "step", (long long)run->step);
-            log_text(&run->log, "sample", valid);
-            log_end(&run->log);
+            RunLog* log = &run->log;
+            log_begin(log);
+            SAMPLE_FIELDS(LOG_FIELD)
+            log_end(log);
             free(valid);
         }
         json_text_free(&heard);

@@ -1,5 +1,5 @@
-/* fit.cuh: settings tried on paper: what they need, about how long a step takes (step_time.cuh), what to change when
- * the memory is too small. */
+/* fit.cuh: settings and their estimates: what they need, about how long a step takes (step_time.cuh), what to change
+ * when the memory is too small. */
 #pragma once
 #include "kernels/cpu/isa.h"
 #include "run.cuh"
@@ -14,9 +14,8 @@ typedef struct Estimate {
 
 static const char* recompute_name(Setting s, char (&buf)[16])
 {
-    static const char* const names[] = {"none", "cheap", "mlp", "attention", "block"};
     if (s.recompute == Recompute::BLOCKS && s.segment_layers > 1) snprintf(buf, sizeof buf, "%d", s.segment_layers);
-    else snprintf(buf, sizeof buf, "%s", names[(int)s.recompute]);
+    else snprintf(buf, sizeof buf, "%s", recompute_names[(int)s.recompute]);
     return buf;
 }
 

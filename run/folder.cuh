@@ -1,10 +1,10 @@
-/* folder.cuh: what a run leaves behind and goes on from: OUT/run.json, log.jsonl, step_*, and the model's
- * config.json and tokenizer.json.
+/* folder.cuh: what a run writes and is resumed from: OUT/run.json, log.jsonl, step_*, and the model's config.json and
+ * tokenizer.json.
  *   save           at a step boundary: a checkpoint is begun       save_poll   at every later one: it gets further
- *   choose_resume  where --resume points                           resume      goes on from there
+ *   choose_resume  where --resume points                           resume      resumes there
  *   record_start   OUT/run.json                                    log_start   the log's first line
  *   tokenizer_keep OUT/tokenizer.json
- *   repeat_check   is this machine like that of the run to repeat? repeat_say  was it the same to the last bit? */
+ *   repeat_check   is this machine like that of the run to reproduce?   repeat_say  are the bits equal? */
 #pragma once
 #include "run.cuh"
 #include "data/run_record.h"
@@ -45,7 +45,7 @@ static void save_say(Run* run)
                    run->ask != Ask::END;
     if (!goes_on) die("%s is not saved: %s; the newest checkpoint is %s", s->path, s->why, newest);
     if (run->comm.rank == 0)
-        fprintf(stderr, "train_gpt: %s is not saved: %s; the newest checkpoint is %s; training goes on "
+        fprintf(stderr, "train_gpt: %s is not saved: %s; the newest checkpoint is %s; training continues "
                 "(--on-save-error stop ends it)\n", s->path, s->why, newest);
 }
 
@@ -58,18 +58,14 @@ static void save_poll(Run* run, bool wait)
     if (run->saver.phase == SavePhase::NONE) save_say(run);
 }
 
-/* The flags that say how learning rate, step and data go on, and the last step; RunState's `flags`. */
+/* The flags that shape the rest of the run (SHAPES), and its last step: RunState's `flags`. */
 static void shape_text(const Run* run, char (&text)[sizeof RunState::flags])
 {
     char buf[64];
     size_t n = (size_t)snprintf(text, sizeof text, "steps=%zu\n", run->num_steps);
-    for (FlagIdx idx : {FLAG_lr, FLAG_schedule, FLAG_warmup, FLAG_decay, FLAG_min_lr, FLAG_weight_decay, FLAG_beta1,
-                        FLAG_beta2, FLAG_eps, FLAG_momentum, FLAG_dampening, FLAG_nesterov, FLAG_muon_lr, FLAG_clip,
-                        FLAG_dropout, FLAG_attn_dropout, FLAG_no_shuffle, FLAG_spike_skip, FLAG_batch_ramp,
-                        FLAG_seq_ramp, FLAG_param_group})
-        if (n < sizeof text)
-            n += (size_t)snprintf(text + n, sizeof text - n, "%s=%s\n", flag_rows[idx].name,
-                                  flag_value(run->flags, &flag_rows[idx], buf));
+    for (const FlagRow& row : flag_rows)
+        if ((row.is & SHAPES) != 0 && n < sizeof text)
+            n += (size_t)snprintf(text + n, sizeof text - n, "%s=%s\n", row.name, flag_value(run->flags, &row, buf));
 }
 
 /* What a resumed run has otherwise than the one before, a line each. */
@@ -147,7 +143,6 @@ static void choose_resume(Run* run, char (&path)[4096])
     path[0] = 0;
     if (!f->resume[0]) return;
     bool automatic = resumes_automatically(run);
-    if (automatic && !f->out[0]) die_usage("--resume auto looks into the folder of -o: give -o");
     const char* folder = automatic ? f->out : f->resume;
     if (run->comm.rank == 0) {
         bool found, passed_over = false;
@@ -314,23 +309,58 @@ static void repeat_say(const Run* run, const char* hash)
 }
 
 // ------------------------------------------------------------------------------------------------------------- log
+#define RUN_FIELDS(F) \
+    F(version,      text, "",       true, VERSION, "of the program") \
+    F(device,       text, "",       true, run->device.name, "CPU or GPU of rank 0") \
+    F(num_ranks,    int,  "ranks",  true, run->comm.num_ranks, "") \
+    F(model_name,   text, "",       true, model_name, "preset or folder") \
+    F(num_params,   int,  "",       true, (long long)run->model.shard.num_params, "parameters of the model") \
+    F(global_batch, int,  "sequences", true, (long long)run->global_batch, "of a step, on all ranks") \
+    F(num_steps,    int,  "steps",  true, (long long)run->num_steps, "where the run ends") \
+    F(memory,       plan, "MiB",    true, &run->plan, "the plan of each rank's memory by what it is for: device, host")
+
+/* {"device": {label: MiB, ...}, "host": {...}} */
+static void log_plan(RunLog* log, LogKey key, const Plan* p)
+{
+    log_key(log, key);
+    log_begin(log);
+    for (Place place : {Place::DEVICE, Place::HOST}) {
+        log_key(log, LogKey(place == Place::DEVICE ? "device" : "host"));
+        log_begin(log);
+        for (int i = 0; i < p->num_rows; i++) {
+            size_t bytes = plan_label_bytes(p, i);
+            if (p->rows[i].place == place && bytes > 0) log_real(log, LogKey(p->rows[i].label), bytes / 1048576.0);
+        }
+        fputc('}', log->f);
+        log->first_member = false;
+    }
+    fputc('}', log->f);
+}
+
+/* Every flag: numbers as numbers, switches as true and false. */
+static void log_flags(RunLog* log, const Flags* f)
+{
+    char buf[64];
+    for (const FlagRow& row : flag_rows) {
+        const char* value = flag_value(f, &row, buf);
+        if (row.kind == TEXT || row.kind == ONEOF) {
+            log_text(log, LogKey(row.name), value);
+        } else if (&row - flag_rows != FLAG_version) {
+            log_key(log, LogKey(row.name));
+            fputs(value, log->f);
+        }
+    }
+}
+
 static void log_start(Run* run, const char* model_name)
 {
+    RunLog* log = &run->log;
     if (!run->flags->out[0] || run->comm.rank != 0) return;
-    char buf[64];
-    log_open(&run->log, run->flags->out, run->flags->resume[0] ? (long long)run->step : -1);
-    fprintf(run->log.f, "{\"run\": ");
-    log_begin(&run->log);
-    log_text(&run->log, "version", VERSION);
-    log_text(&run->log, "device", run->device.name);
-    log_int(&run->log, "num_ranks", run->comm.num_ranks);
-    log_text(&run->log, "model_name", model_name);
-    log_int(&run->log, "num_params", (long long)run->model.shard.num_params);
-    log_int(&run->log, "global_batch", (long long)run->global_batch);
-    log_int(&run->log, "num_steps", (long long)run->num_steps);
-    for (const FlagRow& row : flag_rows)
-        if (strcmp(row.name, "version") != 0) log_text(&run->log, row.name, flag_value(run->flags, &row, buf));
-    log_plan(&run->log, &run->plan);
-    fputc('}', run->log.f);
-    log_end(&run->log);
+    log_open(log, run->flags->out, run->flags->resume[0] ? (long long)run->step : -1);
+    fprintf(log->f, "{\"run\": ");
+    log_begin(log);
+    RUN_FIELDS(LOG_FIELD)
+    log_flags(log, run->flags);
+    fputc('}', log->f);
+    log_end(log);
 }

@@ -7,37 +7,58 @@
 #include "kernels/optimizer.cuh"
 #include "zero/shard.h"
 
+static const FlagWords flag_words_of_rows = {optimizer_words, schedule_words};
+
+/* What is given, else the optimizer's own default, else that of the flag. */
+static double optimizer_value(const Flags* f, FlagIdx idx, double of_flag, double of_row)
+{
+    return f->given[idx] || of_row < 0 ? of_flag : of_row;
+}
+static double optimizer_beta1(const Flags* f)
+{
+    return optimizer_value(f, FLAG_beta1, f->beta1, optimizer_find(f->optimizer)->beta1);
+}
 static double optimizer_beta2(const Flags* f)
 {
-    return f->given[FLAG_beta2] ? f->beta2 : optimizer_find(f->optimizer)->beta2;
+    return optimizer_value(f, FLAG_beta2, f->beta2, optimizer_find(f->optimizer)->beta2);
 }
 static double optimizer_momentum(const Flags* f)
 {
-    return f->momentum >= 0 ? f->momentum : optimizer_find(f->optimizer)->momentum;
+    return f->momentum >= 0 ? f->momentum : fmax(optimizer_find(f->optimizer)->momentum, 0);
 }
 static double optimizer_weight_decay(const Flags* f)
 {
-    return f->given[FLAG_weight_decay] ? f->weight_decay : optimizer_find(f->optimizer)->weight_decay;
+    return optimizer_value(f, FLAG_weight_decay, f->weight_decay, optimizer_find(f->optimizer)->weight_decay);
 }
 
 static OptimizerConfig optimizer_config(const Flags* f)
 {
-    return {optimizer_find(f->optimizer)->optimizer, (float)f->beta1, (float)optimizer_beta2(f), (float)f->eps,
-            (float)optimizer_momentum(f), (float)f->dampening, f->nesterov, (uint64_t)f->seed};
+    return {(float)optimizer_beta1(f), (float)optimizer_beta2(f), (float)f->eps, (float)optimizer_momentum(f),
+            (float)f->dampening, f->nesterov, (uint64_t)f->seed};
 }
 
-/* Flags of one optimizer are refused with another. */
+static bool optimizer_takes(const OptimizerRow* row, const char* flag) { return word_in_list(flag, row->flags, ' '); }
+
+/* What makes whole hidden matrices orthogonal: Muon. */
+static bool optimizer_has_matrices(const Flags* f)
+{
+    return optimizer_find(f->optimizer)->phase == TensorPhase::MATRICES;
+}
+
+/* Flags that rows name are refused with an optimizer whose row does not; but for those that most have a use for. */
 static void rates_refuse(const Flags* f)
 {
-    const bool sgd = strcmp(f->optimizer, "sgd") == 0, muon = strcmp(f->optimizer, "muon") == 0;
-    const struct { FlagIdx idx; bool fits; const char* optimizers; } rows[] = {
-        {FLAG_momentum, sgd || muon, "sgd and muon"}, {FLAG_dampening, sgd, "sgd"}, {FLAG_nesterov, sgd, "sgd"},
-        {FLAG_muon_lr, muon, "muon"}};
-    char name[64];
-    for (const auto& row : rows)
-        if (f->given[row.idx] && !row.fits)
-            die_usage("%s is for --optimizer %s, not %s: leave it out", flag_long_name(&flag_rows[row.idx], name),
-                      row.optimizers, f->optimizer);
+    for (const FlagRow& flag : flag_rows) {
+        char name[64], takers[256] = "";
+        if (!f->given[&flag - flag_rows] || word_in_list(flag.name, Rule::FLAGS, ' ')) continue;
+        for (const OptimizerRow& row : optimizer_rows)
+            if (optimizer_takes(&row, flag.name))
+                snprintf(takers + strlen(takers), sizeof takers - strlen(takers), "%s%s", takers[0] ? " and " : "",
+                         row.name);
+        if (takers[0] && !optimizer_takes(optimizer_find(f->optimizer), flag.name))
+            die_usage("%s is for --optimizer %s, not %s: leave it out", flag_long_name(&flag, name), takers,
+                      f->optimizer);
+    }
 }
 
 /* One group, which is overwritten: sets what it says of the tensors that fit. */
@@ -75,7 +96,7 @@ static void rates_apply_group(Shard* s, char* group)
 /* Sets the rates of every tensor. */
 static void rates_apply(Shard* s, const Flags* f)
 {
-    const bool muon = strcmp(f->optimizer, "muon") == 0;
+    const bool matrices = optimizer_has_matrices(f);
     for (int t = 0; t < s->num_tensors; t++) {
         Tensor* tensor = &s->tensors[t];
         tensor->weight_decay = tensor->decay ? (float)optimizer_weight_decay(f) : 0.0f;
@@ -87,18 +108,42 @@ static void rates_apply(Shard* s, const Flags* f)
         rates_apply_group(s, group);
     free(groups);
     for (int t = 0; t < s->num_tensors; t++)
-        if (muon && s->tensors[t].hidden) s->tensors[t].lr_factor *= f->lr > 0 ? (float)(f->muon_lr / f->lr) : 0.0f;
+        if (matrices && s->tensors[t].hidden) s->tensors[t].lr_factor *= f->lr > 0 ? (float)(f->muon_lr / f->lr) : 0.0f;
 }
 
 static void rates_print(const Flags* f, FILE* file)
 {
-    const Optimizer optimizer = optimizer_find(f->optimizer)->optimizer;
-    const bool has_momentum = optimizer == Optimizer::SGD || optimizer == Optimizer::MUON;
+    const OptimizerRow* row = optimizer_find(f->optimizer);
     fprintf(file, "update  %s", f->optimizer);
-    if (optimizer == Optimizer::MUON) fprintf(file, " at %g for hidden matrices, the rest by adamw", f->muon_lr);
-    if (has_momentum) fprintf(file, ", momentum %g", optimizer_momentum(f));
-    if (optimizer != Optimizer::SGD && optimizer != Optimizer::ADAGRAD)
-        fprintf(file, ", beta %g %g", f->beta1, optimizer_beta2(f));
+    if (optimizer_has_matrices(f)) fprintf(file, " at %g for hidden matrices, the rest by adamw", f->muon_lr);
+    if (optimizer_takes(row, "momentum")) fprintf(file, ", momentum %g", optimizer_momentum(f));
+    if (optimizer_takes(row, "beta1")) fprintf(file, ", beta %g %g", optimizer_beta1(f), optimizer_beta2(f));
     fprintf(file, ", weight decay %g%s%s\n", optimizer_weight_decay(f), f->param_group[0] ? ", groups " : "",
             f->param_group);
+}
+
+/* Of --help: the rows of both tables; dev/doc_tables.py makes those of docs/optimizers.md of it. */
+static void rates_help(FILE* file)
+{
+    fprintf(file, "\n--optimizer: the update, states, flags with their defaults\n");
+    for (const OptimizerRow& row : optimizer_rows) {
+        Flags flags;
+        char name[64], value[64];
+        flags_parse(&flags, &flag_words_of_rows, 0, nullptr);
+        flags.optimizer = row.name;
+        flags.beta1 = optimizer_beta1(&flags);
+        flags.beta2 = optimizer_beta2(&flags);
+        flags.momentum = optimizer_momentum(&flags);
+        flags.weight_decay = optimizer_weight_decay(&flags);
+        fprintf(file, "  %s: %s |", row.name, row.update);
+        for (int k = 0; k < MAX_STATES; k++)
+            if (row.states[k] != nullptr) fprintf(file, " %s", row.states[k]);
+        fprintf(file, " |");
+        for (const FlagRow& flag : flag_rows)
+            if (optimizer_takes(&row, flag.name) || strcmp(flag.name, "weight_decay") == 0)
+                fprintf(file, " %s=%s", flag_long_name(&flag, name), flag_value(&flags, &flag, value));
+        fprintf(file, "\n");
+    }
+    fprintf(file, "\n--schedule: the learning rate after the warm-up\n");
+    for (const ScheduleRow& row : schedule_rows) fprintf(file, "  %s: %s\n", row.name, row.help);
 }

@@ -13,7 +13,7 @@ static void print_estimate(const Run* run)
     Estimate e = setting_estimate(run, *s);
     printf("time    %.4g Gflop per step and rank", costs_sum(&e.costs, nullptr).flops * 1e-9);
     if (e.step_s > 0)
-        printf(": on paper %.3g s (forward %.3g, backward %.3g, update %.3g, waiting for the wire %.3g), %.4g tok/s",
+        printf(": estimated %.3g s (forward %.3g, backward %.3g, update %.3g, exposed communication %.3g), %.4g tok/s",
                e.step_s, e.time.forward_s, e.time.backward_s, e.time.update_s, e.time.exposed_s,
                run->global_batch * run->T / e.step_s);
     printf("\n");
@@ -29,20 +29,58 @@ static void print_estimate(const Run* run)
     ladder_print(run, stdout, have_bytes);
 }
 
+/* The command line in a form that can be pasted back. */
+static void print_flags(const Flags* f)
+{
+    printf("flags  ");
+    for (const FlagRow& row : flag_rows) {
+        const int idx = (int)(&row - flag_rows);
+        char name[64], buf[64];
+        if (!f->given[idx] || f->from[idx] != FROM_COMMAND_LINE || idx == FLAG_repeat) continue;
+        const char* value = flag_value(f, &row, buf);
+        printf(" %s", flag_long_name(&row, name));
+        if (row.kind == SWITCH && *value == 't') continue;
+        printf("=");
+        bool plain = value[0] != 0 && value[strspn(value, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+                                                          "0123456789_-+=.,:/@%")] == 0;
+        if (!plain) printf("'");
+        for (const char* p = value; *p; p++) {
+            if (*p == '\'') printf("'\\''");
+            else printf("%c", *p);
+        }
+        if (!plain) printf("'");
+    }
+    printf("\n");
+}
+
+/* Stage and recomputation, which --auto may have chosen, and what goes to other ranks. */
+static void print_zero(Run* run)
+{
+    char level[16];
+    WireBytes wire = zero_wire_bytes(&run->zero);
+    char optimizer_wire[64] = "";
+    if (wire.optimizer > 0)
+        snprintf(optimizer_wire, sizeof optimizer_wire, ", %s %zu bytes", run->flags->optimizer, wire.optimizer);
+    const char* collective = run->setting.stage == 0 ? "all-reduce" : "reduce-scatter";
+    SAY("ZeRO    stage %d, -r %s | %.2f MiB sent per step and rank: %s of gradients %.2f, all-gather of parameters "
+        "%.2f, all-reduce of sums %zu bytes%s | %s\n", run->setting.stage, recompute_name(run->setting, level),
+        wire_bytes_per_step(run) / 1048576.0, collective, wire.gradients / 1048576.0, wire.parameters / 1048576.0,
+        wire.sums, optimizer_wire, run->flags->overlap ? "overlapped" : "not overlapped");
+}
+
 static void print_start(Run* run, const char* model_name)
 {
     const Config* c = &run->model.config;
     const Flags* f = run->flags;
-    char buf[64], level[16];
     SAY("train_gpt " VERSION " | %s, %s | %d rank%s, %d thread%s each", run->device.name, FLOATX_NAME,
         run->comm.num_ranks, run->comm.num_ranks > 1 ? "s" : "", run->device.num_threads,
         run->device.num_threads > 1 ? "s" : "");
     if (run->device.peak_flops > 0) SAY(" | peak %.4g Gflop/s per rank", run->device.peak_flops * 1e-9);
+    if (run->device.peak_source[0]) SAY(" (%s)", run->device.peak_source);
     if (f->config[0]) SAY("\nconfig  %s (--print-config says what became of each key)", f->config);
-    SAY("\nflags  ");
-    for (const FlagRow& row : flag_rows)
-        if (f->given[&row - flag_rows]) SAY(" --%s=%s", row.name, flag_value(f, &row, buf));
-    SAY("\nmodel   %s%s: %s, L %d, C %d, NH %d, NKV %d, HS %d, F %d, V %d (padded to %d), context %d | "
+    SAY("\n");
+    if (run->comm.rank == 0) print_flags(f);
+    SAY("model   %s%s: %s, L %d, C %d, NH %d, NKV %d, HS %d, F %d, V %d (padded to %d), context %d | "
         "%.2fM parameters\n", model_name, f->model[0] ? "" : " (the default of this build; -m takes another)",
         c->model_type, c->L, c->C, c->NH, c->NKV, c->HS, c->F, c->V, c->VP, c->context,
         run->model.shard.num_params * 1e-6);
@@ -72,15 +110,7 @@ static void print_start(Run* run, const char* model_name)
             run->model.attention_dropout);
     else if (c->pdrop > 0 && !f->given[FLAG_dropout])
         SAY("dropout none: config.json names %g, which is taken with --dropout %g\n", c->pdrop, c->pdrop);
-    WireBytes wire = zero_wire_bytes(&run->zero);
-    char optimizer_wire[64] = "";
-    if (wire.optimizer > 0)
-        snprintf(optimizer_wire, sizeof optimizer_wire, ", %s %zu bytes", f->optimizer, wire.optimizer);
-    const char* collective = run->setting.stage == 0 ? "all-reduce" : "reduce-scatter";
-    SAY("ZeRO    stage %d, -r %s | %.2f MiB sent per step and rank: %s of gradients %.2f, all-gather of parameters "
-        "%.2f, all-reduce of sums %zu bytes%s | %s\n", run->setting.stage, recompute_name(run->setting, level),
-        wire_bytes_per_step(run) / 1048576.0, collective, wire.gradients / 1048576.0, wire.parameters / 1048576.0,
-        wire.sums, optimizer_wire, f->overlap ? "overlapped" : "not overlapped");
+    if (run->comm.num_ranks > 1 || f->plan || f->auto_ || f->verbose) print_zero(run);
     if (run->comm.rank == 0) plan_print(&run->plan, stdout);
     print_estimate(run);
     if (!f->out[0]) SAY("output  none (-o FOLDER keeps log and checkpoints)\n");
@@ -95,60 +125,89 @@ static const char* nonfinite_name(Run* run, int slot)
     return t >= 0 ? run->model.shard.tensors[t].name : "the loss";
 }
 
-/* What is unusual about a step, for its line and into the log. Every rank comes here. */
-static void remark_step(Run* run, const StepState* s, int slot, char (&text)[256])
+/* A step whose result is there. */
+typedef struct StepReport {
+    size_t step;                    // counted from 1
+    int slot;
+    double took_s, toks_per_s;
+    double phases_ms[NUM_PHASES];
+    const char* nonfinite;          // the first tensor with a non-finite gradient, or the loss; null: all are finite
+    const char* state_hash;         // null: not asked for
+} StepReport;
+
+static_assert(NUM_PHASES == 7, "STEP_FIELDS has a row for each phase");
+#define PHASE_MS(phase) r->phases_ms[(int)Phase::phase]
+
+/* The line of a step, see data/run_log.h. To log a number more, add a row: what it is computed from is run, r and s. */
+#define STEP_FIELDS(F) \
+    F(step,             int,  "",               true, (long long)r->step, "counted from 1") \
+    F(loss,             real, "nats per token", true, s->num_toks > 0 ? s->loss : NAN, "mean over the global batch") \
+    F(norm,             real, "",               true, s->grad_norm, "global gradient norm before clipping") \
+    F(lr,               real, "",               true, s->lr, "learning rate") \
+    F(step_ms,          real, "ms",             true, r->took_s * 1e3, "the step, by events on the device") \
+    F(tok_per_s,        real, "tokens per second", true, r->toks_per_s, "of all ranks") \
+    F(tokens,           int,  "tokens",         true, (long long)s->num_toks, "of the step, on all ranks") \
+    F(skipped,          int,  "",               true, s->skip == Skip::NONFINITE || s->skip == Skip::SPIKE, "1 where the step changed nothing: non-finite gradients, or a spike with `--spike-skip`") \
+    F(host_mib,         real, "MiB",            true, resident_bytes() / 1048576.0, "resident memory of rank 0's process") \
+    F(page_faults,      int,  "",               true, run->step_page_faults[r->slot], "page faults of rank 0 within the step") \
+    F(loss_scale,       real, "",               is_fp16(), s->used_loss_scale, "fp16 alone") \
+    F(nonfinite,        text, "",               r->nonfinite != nullptr, r->nonfinite, "the first tensor with a non-finite gradient") \
+    F(loss_deviations,  real, "standard deviations", s->is_spike, s->loss_deviations, "of a loss spike (`--spike-deviations`): above the running mean") \
+    F(norm_deviations,  real, "standard deviations", s->is_spike, s->norm_deviations, "of a spike of the gradient norm") \
+    F(state_hash,       text, "",               r->state_hash != nullptr, r->state_hash, "of all weights and moments, at checkpoints and at the end (`--hash-every`)") \
+    F(data_ms,          real, "ms", PHASE_MS(DATA) > 0, PHASE_MS(DATA), "a micro-batch to the device; with the six below the sum is `step_ms` ([benchmarks.md](benchmarks.md))") \
+    F(forward_ms,       real, "ms", PHASE_MS(FORWARD) > 0, PHASE_MS(FORWARD), "forward") \
+    F(head_ms,          real, "ms", PHASE_MS(HEAD) > 0, PHASE_MS(HEAD), "output head and loss") \
+    F(backward_ms,      real, "ms", PHASE_MS(BACKWARD) > 0, PHASE_MS(BACKWARD), "backward") \
+    F(recompute_ms,     real, "ms", PHASE_MS(RECOMPUTE) > 0, PHASE_MS(RECOMPUTE), "activation recomputation") \
+    F(communication_ms, real, "ms", PHASE_MS(COMMUNICATION) > 0, PHASE_MS(COMMUNICATION), "communication that no computation hides") \
+    F(optimizer_ms,     real, "ms", PHASE_MS(OPTIMIZER) > 0, PHASE_MS(OPTIMIZER), "the update")
+
+static void log_step(Run* run, const StepState* s, const StepReport* r)
+{
+    RunLog* log = &run->log;
+    if (log->f == nullptr) return;
+    log_begin(log);
+    STEP_FIELDS(LOG_FIELD)
+    log_end(log);
+}
+
+/* What is unusual about a step, for its line. */
+static void remark_step(const StepState* s, const StepReport* r, char (&text)[256])
 {
     text[0] = 0;
     if (s->skip == Skip::NO_TOKS) snprintf(text, sizeof text, " | no token counted: nothing changed");
-    if (s->skip == Skip::NONFINITE) {
-        const char* name = nonfinite_name(run, slot);
-        snprintf(text, sizeof text, " | SKIPPED: Inf or NaN in %s", name);
-        log_text(&run->log, "nonfinite", name);
+    if (r->nonfinite != nullptr) {
+        snprintf(text, sizeof text, " | SKIPPED: Inf or NaN in %s", r->nonfinite);
     } else if (s->is_spike) {
         bool loss = s->loss_deviations > s->norm_deviations;
         snprintf(text, sizeof text, " | %s: %s %.1f deviations above its mean",
                  s->skip == Skip::SPIKE ? "SKIPPED" : "WARNING", loss ? "loss" : "norm",
                  loss ? s->loss_deviations : s->norm_deviations);
-        log_real(&run->log, "loss_deviations", s->loss_deviations);
-        log_real(&run->log, "norm_deviations", s->norm_deviations);
     }
 }
 
-static void print_step(Run* run, const StepState* s, size_t step, int slot, double took_s)
+static void print_step(Run* run, const StepState* s, const StepReport* r)
 {
     char remark[256];
     const Flags* f = run->flags;
-    run->mean_step_s = run->mean_step_s == 0 ? took_s : 0.9 * run->mean_step_s + 0.1 * took_s;
-    double toks_per_s = s->num_toks / took_s;
-    double flops = toks_per_s * model_flops_per_token(&run->model.config, step_seq_len(run, step - 1));
-    double peak_share = run->device.peak_flops > 0 ? flops / (run->device.peak_flops * run->comm.num_ranks) : 0;
-    log_begin(&run->log);
-    log_int(&run->log, "step", (long long)step);
-    log_real(&run->log, "loss", s->num_toks > 0 ? s->loss : NAN);
-    log_real(&run->log, "norm", s->grad_norm);
-    log_real(&run->log, "lr", s->lr);
-    log_real(&run->log, "step_ms", took_s * 1e3);
-    log_real(&run->log, "tok_per_s", toks_per_s);
-    log_int(&run->log, "tokens", (long long)s->num_toks);
-    log_int(&run->log, "skipped", s->skip == Skip::NONFINITE || s->skip == Skip::SPIKE);
-    log_real(&run->log, "host_mib", resident_bytes() / 1048576.0);
-    log_int(&run->log, "page_faults", run->step_page_faults[slot]);
-    if (is_fp16()) log_real(&run->log, "loss_scale", s->used_loss_scale);
-    remark_step(run, s, slot, remark);
     if (run->comm.rank != 0) return;
-    if (step % f->log_every != 0 && step != run->num_steps && !remark[0]) return;
+    remark_step(s, r, remark);
+    if (r->step % f->log_every != 0 && r->step != run->num_steps && !remark[0]) return;
+    double flops = r->toks_per_s * model_flops_per_token(&run->model.config, step_seq_len(run, r->step - 1));
+    double peak_share = run->device.peak_flops > 0 ? flops / (run->device.peak_flops * run->comm.num_ranks) : 0;
     char loss[32] = "n/a", eta[32];
     if (s->num_toks > 0) snprintf(loss, sizeof loss, "%.6f", s->loss);
-    long left_s = (long)(run->mean_step_s * (double)(run->num_steps - step) + 0.5);
+    long left_s = (long)(run->mean_step_s * (double)(run->num_steps - r->step) + 0.5);
     if (left_s >= 3600) snprintf(eta, sizeof eta, "%ldh%02ldm", left_s / 3600, left_s / 60 % 60);
     else snprintf(eta, sizeof eta, "%ldm%02lds", left_s / 60, left_s % 60);
     if (run->bar_drawn) printf("\r\033[K");
     run->bar_drawn = false;
-    printf("step %zu/%zu | loss %s | norm %.6f | lr %.2e | %.0f ms | ", step, run->num_steps, loss, s->grad_norm, s->lr,
-           took_s * 1e3);
-    if (toks_per_s >= 1e6) printf("%.2fM tok/s", toks_per_s * 1e-6);
-    else if (toks_per_s >= 1e4) printf("%.1fk tok/s", toks_per_s * 1e-3);
-    else printf("%.0f tok/s", toks_per_s);
+    printf("step %zu/%zu | loss %s | norm %.6f | lr %.2e | %.0f ms | ", r->step, run->num_steps, loss, s->grad_norm,
+           s->lr, r->took_s * 1e3);
+    if (r->toks_per_s >= 1e6) printf("%.2fM tok/s", r->toks_per_s * 1e-6);
+    else if (r->toks_per_s >= 1e4) printf("%.1fk tok/s", r->toks_per_s * 1e-3);
+    else printf("%.0f tok/s", r->toks_per_s);
     if (peak_share > 0) printf(" | %.1f%% peak", 100 * peak_share);
     if (is_fp16()) printf(" | scale %g", s->used_loss_scale);
     printf(" | %.2f GiB | eta %s%s\n", plan_bytes(&run->plan, Place::DEVICE) / 1073741824.0, eta,

@@ -10,8 +10,9 @@
 #include "model/passes.cuh"
 #include "ramp.h"
 #include "rates.h"
+#include "zero/account.h"
+#include "zero/memory.h"
 #include "zero/save.h"
-#include "zero/update.h"
 
 /* What trains when -m is not given. */
 #ifdef DEVICE_CUDA
@@ -80,7 +81,7 @@ static bool path_exists(const char* folder, const char* name, char (&path)[4096]
     return access(path, R_OK) == 0;
 }
 
-/* Any two of {global batch, B, G} give the third (SEMANTICS: batch arithmetic). */
+/* Any two of {global batch, B, G} give the third (docs/numbers.md: batch arithmetic). */
 static void batch_arithmetic(Run* run, int num_ranks)
 {
     const Flags* f = run->flags;
@@ -249,16 +250,16 @@ static StepConfig step_config(const Run* run)
 {
     const Flags* f = run->flags;
     StepConfig c = {};
-    c.schedule = schedule_find(f->schedule)->schedule;   // data/flags.h lets no other name through
+    c.schedule = schedule_find(f->schedule)->schedule;
     c.peak_lr = f->lr;
     c.min_lr = f->min_lr < 0 ? 0.1 * f->lr : f->min_lr;
     c.total_steps = run->num_steps;
     c.warmup_steps = run->num_steps / 50 < 700 ? run->num_steps / 50 : 700;
-    if (c.schedule == Schedule::ONECYCLE) c.warmup_steps = run->num_steps / 2;
+    if (schedule_find(f->schedule)->traits & WARMS_UP_HALF) c.warmup_steps = run->num_steps / 2;
     if (f->warmup >= 0) c.warmup_steps = (size_t)f->warmup;
     c.decay_share = f->decay;
     c.max_norm = f->clip;
-    c.beta1 = f->beta1;
+    c.beta1 = optimizer_beta1(f);
     c.beta2 = optimizer_beta2(f);
     c.spike_deviations = f->spike_deviations;
     c.spike_window = (double)f->spike_window;
@@ -302,15 +303,16 @@ static size_t wire_bytes_per_step(const Run* run)
     return bytes.gradients + bytes.parameters + bytes.sums + bytes.optimizer;
 }
 
+/* --recompute, by level. */
+static const char* const recompute_names[] = {"none", "cheap", "mlp", "attention", "block"};
+static_assert(sizeof recompute_names / sizeof *recompute_names == (int)Recompute::BLOCKS + 1, "a name for each level");
+
 static void recompute_from_flag(Setting* s, const char* value, int L)
 {
-    static const struct { const char* name; Recompute level; } levels[] = {
-        {"none", Recompute::NONE}, {"cheap", Recompute::CHEAP}, {"mlp", Recompute::MLP},
-        {"attention", Recompute::ATTENTION}, {"block", Recompute::BLOCKS}};
     s->segment_layers = 1;
-    for (const auto& l : levels) {
-        if (strcmp(value, l.name) != 0) continue;
-        s->recompute = l.level;
+    for (int level = 0; level <= (int)Recompute::BLOCKS; level++) {
+        if (strcmp(value, recompute_names[level]) != 0) continue;
+        s->recompute = (Recompute)level;
         return;
     }
     char* end;
@@ -337,8 +339,7 @@ static unsigned offloaded_from_flag(const char* list)
     }
     free(words);
     if (none > 0 || offloaded == 0)
-        die_usage("--offload '%s': have none, or activations, optimizer, gradients, parameters with commas between",
-                  list);
+        die_usage("--offload '%s': have none, or activations, optimizer, gradients, parameters, comma-separated", list);
     return offloaded;
 }
 
@@ -349,7 +350,7 @@ static const char* offload_mismatch(const Setting* s, const Flags* f)
         return "activations moves the inputs that -r block or -r K keeps: give one of them";
     if ((s->offloaded & OFFLOAD_GRADIENTS) != 0 && (s->stage < 2 || strcmp(f->reduce, "step") == 0))
         return "gradients moves the slices of stages 2 and 3: give -z 2 or -z 3, without --reduce step";
-    if ((s->offloaded & OFFLOAD_GRADIENTS) != 0 && strcmp(f->optimizer, "muon") == 0)
+    if ((s->offloaded & OFFLOAD_GRADIENTS) != 0 && optimizer_has_matrices(f))
         return "gradients with --optimizer muon: its matrices go from device to device: leave gradients there";
     if ((s->offloaded & OFFLOAD_PARAMETERS) != 0 && s->stage < 3)
         return "parameters moves the slices of stage 3: give -z 3";
@@ -360,28 +361,19 @@ static Dtype dtype_find(const char* name)
 {
     for (int i = 0; i < (int)(sizeof dtype_names / sizeof dtype_names[0]); i++)
         if (strcmp(name, dtype_names[i]) == 0) return (Dtype)i;
-    return FLOATX_DTYPE;                                     // "none": what the parameters are kept in
+    die("%s is a word of data/flags.h without a row in dtype_names", name);
 }
 
-/* --master, --state-dtype, --grad-dtype and --comm-dtype, which must make sense at this precision. */
+/* --master, --state-dtype, --grad-dtype and --comm-dtype; data/flag_rules.h has what makes no sense together. */
 static Storage storage_from_flags(const Flags* f)
 {
-    bool fp32_master = strcmp(f->master, "fp32") == 0;
-    if (!fp32_master && strcmp(FLOATX_NAME, "fp32") == 0)
-        die_usage("--master %s is for -p bf16: fp32 parameters are their own master", f->master);
-    if (!fp32_master && is_fp16())
-        die_usage("--master %s is for -p bf16: an fp16 weight %s", f->master,
-                  strcmp(f->master, "split") == 0 ? "is not the upper half of a float"
-                                                  : "has no room for a small step: its smallest is 6e-8");
+    Dtype master = strcmp(f->master, "none") == 0 ? FLOATX_DTYPE : dtype_find(f->master);
     Dtype grads = dtype_find(f->grad_dtype);
     Dtype sent = strcmp(f->comm_dtype, "grad") == 0 ? grads : dtype_find(f->comm_dtype);
-    if (grads != Dtype::FP32 && grads != FLOATX_DTYPE)
-        die_usage("--grad-dtype %s with -p %s: gradients are summed in fp32, or in the precision of the weights",
-                  f->grad_dtype, FLOATX_NAME);
-    if (grads != Dtype::FP32 && strcmp(f->optimizer, "muon") == 0)
+    if (grads != Dtype::FP32 && optimizer_has_matrices(f))
         die_usage("--grad-dtype %s with --optimizer muon: its steps are made where the gradients are, in fp32",
                   f->grad_dtype);
-    return Storage{dtype_find(f->master), dtype_find(f->state_dtype), grads, sent};
+    return Storage{master, dtype_find(f->state_dtype), grads, sent};
 }
 
 static double attention_dropout(const Flags* f) { return f->attn_dropout < 0 ? f->dropout : f->attn_dropout; }
@@ -413,7 +405,7 @@ static void plan_run(Run* run, bool training)
     m->seed = (unsigned long long)f->seed;
     m->offloads = (s->offloaded & OFFLOAD_ACTIVATIONS) != 0 && training;
     bool slices_grads = s->stage == 2 && training && strcmp(f->reduce, "step") != 0;
-    m->walks_vocab = (s->stage == 3 || slices_grads) && m->config.num_pieces > 1;
+    m->chunks_vocab = (s->stage == 3 || slices_grads) && m->config.num_pieces > 1;
     model_visits(m);
     bool* resident = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
     model_resident(m, resident);
@@ -454,32 +446,4 @@ static size_t device_free_bytes(const Run* run)
     size_t free_bytes, total_bytes;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
     return run->flags->plan ? free_bytes : (size_t)-comm_max_host(&run->comm, -(double)free_bytes);
-}
-
-/* "forward_ms": and so on, of the phases that this step has. */
-static void log_phases(RunLog* log, const double (&ms)[NUM_PHASES])
-{
-    for (int i = 0; i < NUM_PHASES; i++) {
-        char key[32];
-        snprintf(key, sizeof key, "%s_ms", phase_names[i]);
-        if (ms[i] > 0) log_real(log, key, ms[i]);
-    }
-}
-
-/* "memory": {"device": {label: MiB, ...}, "host": {...}}: the plan, per rank. */
-static void log_plan(RunLog* log, const Plan* p)
-{
-    log_key(log, "memory");
-    log_begin(log);
-    for (Place place : {Place::DEVICE, Place::HOST}) {
-        log_key(log, place == Place::DEVICE ? "device" : "host");
-        log_begin(log);
-        for (int i = 0; i < p->num_rows; i++) {
-            size_t bytes = plan_label_bytes(p, i);
-            if (p->rows[i].place == place && bytes > 0) log_real(log, p->rows[i].label, bytes / 1048576.0);
-        }
-        fputc('}', log->f);
-        log->first_member = false;
-    }
-    fputc('}', log->f);
 }

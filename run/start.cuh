@@ -53,7 +53,8 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     dropout_refuse(run);
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
-    else if (f->plan || f->auto_) device_measure_memory(&run->device);
+    else if (trains || f->plan || f->auto_)
+        device_measure(&run->device, run->comm.host_num_ranks, f->plan || f->auto_);
     if (!f->elastic || !batch_of_run(run, resume_path)) batch_arithmetic(run, run->comm.num_ranks);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks, f->fp32_tensors);
     rates_apply(&run->model.shard, f);

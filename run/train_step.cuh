@@ -69,15 +69,16 @@ static void train_step(Run* run)
 static void finish_step(Run* run, size_t step, const char* hash)
 {
     int slot = (int)((step - 1) % STEPS_IN_FLIGHT);
-    double phases_ms[NUM_PHASES];
+    StepReport r = {step, slot, 0, 0, {}, nullptr, hash};
     profile_step_wait(slot);           // the one wait of training: the next step is enqueued
     run->result_waits++;
-    double took_ms = profile_phases_ms(slot, phases_ms);
+    r.took_s = profile_phases_ms(slot, r.phases_ms) * 1e-3;
     const StepState* s = &run->zero.h_state[slot];
-    print_step(run, s, step, slot, took_ms * 1e-3);
-    log_phases(&run->log, phases_ms);
-    if (hash != nullptr) log_text(&run->log, "state_hash", hash);
-    log_end(&run->log);
+    r.toks_per_s = s->num_toks / r.took_s;
+    run->mean_step_s = run->mean_step_s == 0 ? r.took_s : 0.9 * run->mean_step_s + 0.1 * r.took_s;
+    if (s->skip == Skip::NONFINITE) r.nonfinite = nonfinite_name(run, slot);
+    log_step(run, s, &r);
+    print_step(run, s, &r);
     run->seen_skip = s->skip == Skip::NONFINITE;
     Ask ask = s->asked_to_end ? Ask::END : s->asked_to_save ? Ask::SAVE : Ask::NONE;
     if (ask > run->ask) run->ask = ask;

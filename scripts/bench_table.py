@@ -42,7 +42,7 @@ def cells(name, j):
 
 def table(rows):
     """rows: (name of the measurement, its JSON or null, what it said)."""
-    head = ["model", "precision", "-r", "step, ms", "quartiles", "tok/s", "MFU, %", "of product, %", "device, MiB",
+    head = ["model", "precision", "-r", "step, ms", "quartiles", "tok/s", "MFU, %", "of GEMM, %", "device, MiB",
             "page faults"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, j, said in rows:
@@ -88,7 +88,7 @@ def main():
     device = j["device"] if j["device"] != "CPU" else machine()
     ranks = f"{j['num_ranks']} rank{'s' if j['num_ranks'] > 1 else ''} of {j['num_threads']} threads"
     title = f"train_gpt {j['version']} on {device}, {ranks}, {j['date'][:10]}, median of {j['steps']} steps"
-    text = f"# {title}\n\n{table(rows)}\n\nMFU: {j['flops_convention']}. Product: a large one of the same run.\n"
+    text = f"# {title}\n\n{table(rows)}\n\nMFU: {j['flops_convention']}. GEMM: a large one of the same run.\n"
     (folder / "bench.md").write_text(text)
     figure = draw(measured)
     figure.suptitle(title, fontsize=10, y=1.0, va="bottom")

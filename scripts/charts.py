@@ -124,15 +124,15 @@ class Chart:
 
 
 STYLE = """
-:root { --ink:#1d2430; --soft:#667080; --line:#e3e7ec; --page:#f6f7f9; --card:#fff }
+:root { --ink:#1d2430; --soft:#667080; --line:#e3e7ec; --page:#f6f7f9; --panel:#fff }
 @media (prefers-color-scheme: dark) {
-  :root { --ink:#e4e8ee; --soft:#98a2b0; --line:#2f3742; --page:#14181e; --card:#1c222b } }
+  :root { --ink:#e4e8ee; --soft:#98a2b0; --line:#2f3742; --page:#14181e; --panel:#1c222b } }
 * { box-sizing:border-box }
 body { font:15px/1.45 system-ui,"DejaVu Sans",sans-serif; color:var(--ink); background:var(--page); margin:0 auto;
        max-width:1360px; padding:24px }
 h1 { font-size:24px; margin:0 0 2px } h2 { font-size:18px; margin:30px 0 10px } .soft, small { color:var(--soft) }
 .grid-of-charts { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(100%,520px),1fr)); gap:14px }
-.chart, .card { background:var(--card); border:1px solid var(--line); border-radius:8px; margin:0; padding:12px 14px }
+.chart, .panel { background:var(--panel); border:1px solid var(--line); border-radius:8px; margin:0; padding:12px 14px }
 .chart { position:relative } figcaption { font-weight:600; margin-bottom:4px }
 small { font-weight:400 } svg { width:100%; display:block }
 .grid { stroke:var(--line) } text { font-size:12px; fill:var(--soft) }
@@ -142,10 +142,10 @@ path { fill:none; stroke-width:1.8; stroke-linejoin:round } path.faint { stroke-
 .keys { display:flex; flex-wrap:wrap; gap:4px 14px; font-size:13px; color:var(--soft) }
 .key i { display:inline-block; width:18px; border-top:3px solid; margin-right:5px; vertical-align:4px }
 .key i.dots { border-top-style:dotted }
-.tip { position:absolute; top:40px; background:var(--card); border:1px solid var(--line); border-radius:6px;
+.tip { position:absolute; top:40px; background:var(--panel); border:1px solid var(--line); border-radius:6px;
        padding:5px 9px; font-size:12px; pointer-events:none; visibility:hidden; white-space:nowrap;
        box-shadow:0 2px 8px #0002 }
-.card { overflow-x:auto } table { border-collapse:collapse; width:100% }
+.panel { overflow-x:auto } table { border-collapse:collapse; width:100% }
 th,td { text-align:left; padding:5px 14px 5px 0; border-bottom:1px solid var(--line); vertical-align:top }
 th { font-weight:600 } td.num, th.num { text-align:right; font-variant-numeric:tabular-nums }
 tr:last-child td { border-bottom:0 } tr.differs td { font-weight:600 }

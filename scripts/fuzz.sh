@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs every fuzz target of build/fuzz at the same time; the last line is the sum: "N passed, N failed, 0 skipped".
 #   scripts/fuzz.sh SECONDS [TARGET ...]
-# Each starts from test/corpus/TARGET and from what earlier runs have found (build/fuzz/found/TARGET, not kept). An
+# Each starts from test/corpus/TARGET and from what earlier runs have found (build/fuzz/found/TARGET). An
 # input that breaks a parser is left as build/fuzz/TARGET-*: `build/fuzz/TARGET FILE` shows it again.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit

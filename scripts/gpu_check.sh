@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything worth knowing on a machine with a card, within five minutes, as one table: build, op tests, trials,
-# the steps of GPT-2 124M and 1.5B, the same models in PyTorch, and what a product and memory give at best.
+# Everything worth knowing on a machine with a GPU, within five minutes, as one table: build, op tests, trials,
+# the steps of GPT-2 124M and 1.5B, the same models in PyTorch, and the measured GEMM peak and bandwidth.
 #   scripts/gpu_check.sh [--dry]     --dry: the same steps on the emulated device with tiny sizes, to test this script
 # A step that fails is a row that says so, and the next one runs. The logs are in build/gpu_check.
 set -uo pipefail
@@ -48,8 +48,8 @@ step() {
     return $status
 }
 
-# bench FILE MODEL B T PRECISION [FLAGS]: of --bench the median, tokens a second, the shares of the peak and of a
-# product.
+# bench FILE MODEL B T PRECISION [FLAGS]: of --bench the median, tokens per second, % of peak and of measured
+# GEMM peak.
 bench() {
     local file=$logs/$1.json model=$2 B=$3 T=$4 precision=$5
     shift 5
@@ -58,7 +58,7 @@ bench() {
 import json, sys
 j = json.load(open(sys.argv[1]))
 print(f"bench: {j['step_ms']['median']:.2f} ms | {j['tokens_per_s']:.4g} tok/s | {100 * j['mfu']:.1f}% MFU | "
-      f"{100 * j['product_share']:.1f}% of a product")
+      f"{100 * j['product_share']:.1f}% of GEMM peak")
 PYTHON
 }
 
@@ -68,7 +68,7 @@ ceilings() {
 import json, sys
 j = json.load(open(sys.argv[1]))
 side = round(j["product_side"])
-print(f"product {side}x{side}x{side} {j['product_flop_per_s'] / 1e12:.4g} TFLOP/s | memory "
+print(f"GEMM {side}x{side}x{side} {j['product_flop_per_s'] / 1e12:.4g} TFLOP/s | memory "
       f"{j['memory_byte_per_s'] / 1e9:.4g} GB/s")
 PYTHON
 }
@@ -84,7 +84,7 @@ sys.exit(not os.path.exists(path) or print(path))
 PYTHON
 }
 
-# sass CUOBJDUMP: how many of attention's instructions are products on tensor cores; without a card in what nvcc makes
+# sass CUOBJDUMP: how many of attention's instructions are GEMMs on tensor cores; without a GPU in what nvcc makes
 # for one.
 sass() {
     local file=$program

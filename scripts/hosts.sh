@@ -5,7 +5,7 @@
 #
 # HOSTFILE has a line a machine, "name slots=8": as Open MPI and DeepSpeed have it; # begins a comment. The machines
 # reach one another by ssh without a password and see this folder and the data under the same path.
-# NCCL takes the network from NCCL_SOCKET_IFNAME and NCCL_IB_HCA if it chooses badly; what is set of NCCL_* goes along.
+# NCCL takes the network from NCCL_SOCKET_IFNAME and NCCL_IB_HCA if it chooses badly; all NCCL_* are passed on.
 set -euo pipefail
 [ $# -ge 2 ] || { echo "usage: scripts/hosts.sh HOSTFILE scripts/run_NAME.sh [OPTIONS]" >&2; exit 2; }
 hostfile=$(realpath "$1") script=$2

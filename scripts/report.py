@@ -104,13 +104,18 @@ def summaries(logs):
     return table(["", *(log.name for log in logs)], rows)
 
 
+def setting(value):
+    """As the command line takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def settings(logs):
     """All flags; in bold those in which the runs differ, first."""
     columns = [flags_of(log) for log in logs]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = []
     for name in names:
-        values = [str(column.get(name, "–")) for column in columns]
+        values = [setting(column.get(name, "–")) for column in columns]
         differs = len(set(values)) > 1
         flag = "--" + name.rstrip("_").replace("_", "-")
         rows.append((not differs, ([flag, *values], " class=differs" if differs else "")))
@@ -136,16 +141,16 @@ def page(logs, charts):
     title = " · ".join(log.name for log in logs)
     version = html.escape(logs[0].header.get("version", ""))
     body = [f"<h1>{html.escape(title)}</h1><p class=soft>train_gpt {version}</p>",
-            f'<div class=card>{summaries(logs)}</div><h2>Curves</h2><div class="grid-of-charts">',
+            f'<div class=panel>{summaries(logs)}</div><h2>Curves</h2><div class="grid-of-charts">',
             *(chart.html(f"chart-{i}") for i, chart in enumerate(charts)), "</div>"]
     for heading, section in (("Memory", memory), ("Samples", samples)):
         parts = [(log, section(log)) for log in logs]
         if any(text for _, text in parts):
             body.append(f"<h2>{heading}</h2><div class='grid-of-charts'>")
-            body += [f"<div class=card>{f'<b>{html.escape(log.name)}</b>' if len(logs) > 1 else ''}{text}</div>"
+            body += [f"<div class=panel>{f'<b>{html.escape(log.name)}</b>' if len(logs) > 1 else ''}{text}</div>"
                      for log, text in parts if text]
             body.append("</div>")
-    body.append(f"<h2>Settings</h2><details class=card open><summary>Every flag"
+    body.append(f"<h2>Settings</h2><details class=panel open><summary>Every flag"
                 f"{', in bold what differs' if len(logs) > 1 else ''}</summary>{settings(logs)}</details>")
     return (f'<!doctype html><html lang=en><head><meta charset=utf-8>'
             f'<meta name=viewport content="width=device-width">'

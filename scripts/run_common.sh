@@ -4,8 +4,8 @@
 #   have_model NAME             a Hugging Face folder in $model: given, there from before, or fetched; --dry: a tiny one
 #   have_text SET               token shards in $shards, with the model's tokenizer: from a data set by name or --text
 #   have_shards URL-HINT        token shards that are there already, in $shards
-#   train FLAGS                 the run into $out; goes on from its newest checkpoint if there is one
-#   perplexities MODEL PART     in three conventions, said with each
+#   train FLAGS                 the run into $out; resumes from its newest checkpoint if there is one
+#   perplexities MODEL PART     in three conventions, named with each
 #   report                      a page about the run
 # Commands are shown before they run. The launcher is mpirun -np RANKS, or $LAUNCH (set by hosts.sh and slurm.sh).
 set -euo pipefail
@@ -27,7 +27,7 @@ options
   --text PATH     a local copy of the text: file, folder, zip or parquet, as data/prepare.py takes it; or token shards
   --model PATH    a local Hugging Face folder instead of the one from the hub
   --from-scratch  random weights of that shape
-  --out FOLDER    where the run goes (runs/NAME); a run that was stopped goes on from there
+  --out FOLDER    where the run goes (runs/NAME); a run that was stopped resumes there
   --ranks N       processes (default: the GPUs of this machine, or 1)
   --dry           every step in small: a tiny model, a few lines of text, a few steps
   -- FLAGS        what follows goes to train_gpt as it is, behind the recipe's own flags
@@ -72,7 +72,7 @@ launch() {
     fi
 }
 
-# The text of a dry run: what lies in this repository. Parts as WikiText's, so that the same reader takes them.
+# The text of a dry run: texts of this repository. Parts as WikiText's, so that the same reader takes them.
 dry_text() {
     mkdir -p "$work/text"
     cat README.md CHANGELOG.md > "$work/text/wiki.train.raw"
@@ -152,7 +152,7 @@ have_shards() {
     fi
 }
 
-# merge FLAGS...: into the list `flags`; of a flag that is there twice the last one counts, so that what stands behind
+# merge FLAGS...: into the list `flags`; of a flag given twice the last one counts, so that what comes after
 # `--` overrides the recipe. -n and --epochs replace one another, and -g replaces --batch.
 merge() {
     local -A value=() letters=([m]=model [d]=data [v]=val [o]=out [z]=zero [b]=micro-batch [g]=grad-accum [t]=seq-len

@@ -5,7 +5,7 @@
 # recipe     8192 tokens a sequence, 64 sequences a step, AdamW 0.9 / 0.95 without decay, lr 1e-5, warm-up 3 % , cosine
 #            to a tenth, 1 epoch; ZeRO-3, recomputing attention: 31 GiB a GPU on eight (train_gpt --plan)
 # data       --text FILE or FOLDER of *.txt; --model FOLDER with LLaMA-3 8B (its licence has to be accepted on the hub)
-# work       51.5 GFLOP a token and 12 more for what is made again: 100M tokens are 6.3e18 FLOP
+# work       51.5 GFLOP a token and 12 more for activation recomputation: 100M tokens are 6.3e18 FLOP
 # hours      100M tokens, bf16, at 40 % of the peak: 8 x H100 0.6, 8 x A100 80 GB 1.8. An estimate, not measured
 # reference  the perplexity of the model before, which the script prints first
 set -euo pipefail

@@ -12,7 +12,7 @@
 #   sbatch --nodes 4 scripts/slurm.sh scripts/run_llama_1b.sh --text /data/shards ...
 #
 # Preparation runs on the first node, the program on all by srun (Slurm's PMIx starts Open MPI's ranks). The folder is
-# shared. A run that is stopped by the time limit goes on from its newest checkpoint when it is submitted again.
+# shared. A run that is stopped by the time limit resumes from its newest checkpoint when it is submitted again.
 set -euo pipefail
 [ $# -ge 1 ] || { echo "usage: sbatch scripts/slurm.sh scripts/run_NAME.sh [OPTIONS]" >&2; exit 2; }
 cd "${SLURM_SUBMIT_DIR:-.}"

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Builds and runs every test; the last line is the sum of all: "N passed, N failed, N skipped".
 #   scripts/test.sh [--full] [DEVICE ...]   DEVICE: cpu, emu, check, cuda; default all, cuda where nvcc is
-# check is the checked variant of emu: every memory access of kernels and host code is looked at.
-# Without a GPU the cuda build is compiled and linked (and must not spill), not run. --full adds the long tests.
+# check is the memory checker of emu: races, out-of-bounds, uninitialized reads of kernels and host code.
+# Without a GPU the cuda build is compiled and linked (and must not spill), not run. --full adds the long tests, the
+# products of settings of which CI takes pairwise sets (test/conftest.py), fp16's kernels for every architecture,
+# dev/examples and ten minutes of fuzzing instead of fifteen seconds.
 # Each test's own output is kept in build/logs/ and shown when it fails.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -110,6 +112,7 @@ export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_mpi_yield_when_idle=1
 
 run lint make -s lint
+run headers make -s DEVICE=cpu headers
 for device in "${devices[@]}"; do
     if [ "$device" = cuda ] && ! command -v nvcc > /dev/null; then
         skip cuda-build "no nvcc here"
@@ -120,7 +123,13 @@ for device in "${devices[@]}"; do
         continue
     fi
     if [ "$device" = cuda ]; then
-        run cuda-spills make spills                    # compiles and links it for sm_80, sm_90 and sm_100
+        # Compiles and links it for sm_80, sm_90 and sm_100; fp16, whose kernels are those of bf16, for one of them.
+        if [ $full = 1 ]; then
+            run cuda-spills make spills
+        else
+            run cuda-spills make spills PREC="fp32 bf16"
+            run cuda-spills-fp16 make spills PREC=fp16 ARCH=90
+        fi
         if ! have_gpu; then
             skip cuda-run "compiled and linked; no GPU here to run it on"
             continue
@@ -133,11 +142,12 @@ for device in "${devices[@]}"; do
     [ "$device" = emu ] && run_unfused
     export "TRAIN_GPT_${device^^}=build/$device/train_gpt"
 done
-run fuzz scripts/fuzz.sh $((full ? 600 : 30))
+run fuzz scripts/fuzz.sh $((full ? 600 : 15))
 if [ $full = 1 ]; then
     run op-seeds dev/ops_seeds.sh
     run coverage dev/coverage.sh
     run mutations dev/mutate.py
+    run examples dev/examples/check.sh
 fi
 export TRAIN_GPT_FULL=$full
 run pytest .venv/bin/python -m pytest -q -p no:cacheprovider -n 2 --durations 40 test

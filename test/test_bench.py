@@ -88,8 +88,8 @@ def expected_calls(family, G):
         calls |= {"matmul_forward": 4 * L + 1, "matmul_backward_input": 4 * L + 1, "rope_forward": L,
                   "rope_backward": L, "swiglu_forward": L, "swiglu_backward": L}
     else:
-        calls |= {"matmul_forward": 3 * L + 1, "matmul_forward_gelu": L, "matmul_backward_input": 3 * L + 1,
-                  "matmul_backward_input_gelu": L}
+        calls |= {"matmul_forward": 3 * L + 1, "matmul_forward_act": L, "matmul_backward_input": 3 * L + 1,
+                  "matmul_backward_input_act": L}
     return {op: n * G for op, n in calls.items()} | {"optimizer_update": L + 2, "global_norm_accumulate": L + 2,
                                                      "step_state_update": 1}
 
@@ -121,7 +121,7 @@ def test_figures(folder, tmp_path, device, family, ranks, stage, G):
         assert words in text
 
 
-@pytest.mark.parametrize("level, again", [("mlp", {"matmul_forward_gelu": 1}), ("attention", {"attention_forward": 1}),
+@pytest.mark.parametrize("level, again", [("mlp", {"matmul_forward_act": 1}), ("attention", {"attention_forward": 1}),
                                           ("block", {"attention_forward": 1, "matmul_forward": 3})])
 def test_what_is_made_again(folder, tmp_path, level, again):
     j, _ = bench(folder, tmp_path, "gpt2", "-r", level)

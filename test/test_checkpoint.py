@@ -122,7 +122,7 @@ def test_file_size_limit(tmp_path, ranks):
     run = train_gpt(*more, ranks=ranks, out=out, wrapper=LIMITED, ok=False)
     assert run.code == 1 and "step 9/9" in run.out
     assert len(run.complaint) >= 2 and "File too large" in run.complaint[0]
-    assert str(out / "step_00000002") in run.complaint[0] and "goes on" in run.complaint[0]
+    assert str(out / "step_00000002") in run.complaint[0] and "training continues" in run.complaint[0]
     assert "step_00000009 is not saved" in run.complaint[-1]
     assert checkpoints(out) == ["step_00000002"]
 
@@ -347,6 +347,14 @@ def test_record_of_a_preset(tmp_path):
     assert "--model=d2" in arguments and "--recompute=block" in arguments
 
 
+def test_record_of_a_pattern(tmp_path):
+    """Token shards named by a pattern are found from elsewhere too."""
+    args = flags(tmp_path, 0)
+    args[args.index("-d") + 1] = "data/*.bin"
+    run = train_gpt(*args, out=tmp_path / "run", cwd=tmp_path)
+    assert f"--data={tmp_path}/data/*.bin" in json.loads((run.folder / "run.json").read_text())["arguments"]
+
+
 def test_tokenizer_stays(tmp_path):
     """Without -m it is that of the checkpoint, which may be set aside as damaged, or removed when it is not the newest
     any more."""
@@ -405,12 +413,13 @@ def test_repeat(tmp_path, device):
 
 
 def test_changes_are_said(tmp_path):
-    """What shapes the rest of a run is that of the flags; what it was before is said."""
+    """What shapes the rest of a run is that of the flags; what it was before is said, of these flags and no others."""
     run = train_gpt(*flags(tmp_path, 4, "--save-every", 2), out=tmp_path / "run")
     same = train_gpt(*flags(tmp_path, 4, "--resume", run.checkpoint(2)), out=tmp_path / "same")
     assert not re.search(r"^ +--\S+ is ", same.out, re.M)
-    more = ["--clip", 0.5, "--weight-decay", 0.2, "--param-group", "*.bias:lr=0.5"]
+    more = ["--clip", 0.5, "--weight-decay", 0.2, "--param-group", "*.bias:lr=0.5", "--spike-window", 50,
+            "--log-every", 2]
     rest = train_gpt(*flags(tmp_path, 6, "--resume", run.checkpoint(2), *more), out=tmp_path / "rest")
     said = re.findall(r"^        --(\S+) is (\S+), was (\S*)$", rest.out, re.M)
-    assert said == [("steps", "6", "4"), ("weight-decay", "0.2", "0.1"), ("clip", "0.5", "1"),
-                    ("param-group", "*.bias:lr=0.5", "")]
+    assert sorted(said) == [("clip", "0.5", "1"), ("param-group", "*.bias:lr=0.5", ""), ("spike-window", "50", "100"),
+                            ("steps", "6", "4"), ("weight-decay", "0.2", "0.1")]

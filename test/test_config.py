@@ -5,7 +5,7 @@ import re
 
 import init
 import pytest
-from util import gpt2_config, model_write, shard_write, train_gpt
+from util import ROOT, gpt2_config, model_write, shard_write, train_gpt
 
 V, C, T = 61, 16, 16
 
@@ -111,6 +111,79 @@ DOCUMENTED = {
 }
 
 
+# ---- other programs' spellings: data/flag_aliases.h ------------------------------------------------------------
+def alias_rows():
+    """([(spelling, [(flag, value or None), ...])], [(spelling, sentence)]) of the header."""
+    text = (ROOT / "data" / "flag_aliases.h").read_text()
+    not_yet = re.search(r'#define FLAG_NOT_YET "(.*)"', text)[1]
+    aliases = {}
+    for spelling, field, value in re.findall(r'^    ALIAS\("(\S+)", +(\w+), +(\S+)\) \\$', text, re.M):
+        flag = "--" + field.rstrip("_").replace("_", "-")
+        aliases.setdefault(spelling, []).append((flag, None if value == "nullptr" else value.strip('"')))
+    refused = re.findall(r'^    REFUSED\("(\S+)", +(?:"(.*)"|FLAG_NOT_YET)\)(?: \\)?$', text, re.M)
+    assert sum(map(len, aliases.values())) == text.count(" ALIAS(\"") and len(refused) == text.count(" REFUSED(\"")
+    return list(aliases.items()), [(spelling, why or not_yet) for spelling, why in refused]
+
+
+ALIASES, REFUSED = alias_rows()
+
+
+def settings(*words):
+    out = train_gpt(*words, "--print-config").out
+    return {name: (value, source) for name, value, source in re.findall(r"^  (--\S+) +(?:(\S+) +)?(\S.*)$", out, re.M)}
+
+
+@pytest.mark.parametrize("spelling,sets", ALIASES, ids=lambda x: x if isinstance(x, str) else "")
+def test_alias(folder, spelling, sets):
+    """It gives its flags their values, and says how it was spelled; with _ for - too."""
+    (folder / "empty.json").write_text("{}")
+    name, _, word = spelling.partition("=")
+    typed = ["--" + name[2:].replace("-", "_") if name[1] == "-" else name]
+    reals = ("--lr", "--beta1", "--beta2", "--eps", "--clip", "--weight-decay", "--attn-dropout")
+    value = word or {"--model": "a/b", "--data": "a", "--val": "a", "--out": "a", "--resume": "a",
+                     "--config": folder / "empty.json", **dict.fromkeys(reals, 0.5)}.get(sets[0][0], 7)
+    value = {"--zero-stage": 3}.get(spelling, value)
+    takes_value = word or sets[0][1] is None
+    found = settings(*typed, *([value] if takes_value else []))
+    for flag, wanted in sets:
+        assert found[flag] == (str(wanted or value), f"command line, as {name}")
+    if not takes_value:
+        assert settings(*typed, "True") == found
+        assert settings(*typed, "False") == settings()
+        assert settings(typed[0] + "=true") == found
+
+
+@pytest.mark.parametrize("spelling,why", REFUSED, ids=lambda x: x if x[0] == "-" else "")
+def test_refused_spelling(spelling, why):
+    run = train_gpt(*spelling.split("="), ok=False)
+    assert run.code == 2 and run.complaint == [f"train_gpt: {spelling.replace('=', ' ')} {why}"]
+
+
+def test_spellings_are_documented():
+    """docs/coming-from.md: the tables of the header, and defaults that are the program's."""
+    page = (ROOT / "docs" / "coming-from.md").read_text()
+    said = dict(re.findall(r"^\| `(-\S*(?: \w+)?)` \| (.*?) \| \S+ \|$", page, re.M))
+    wanted = {spelling.replace("=", " "): "`" + " ".join(" ".join(filter(None, pair)) for pair in sets) + "`"
+              for spelling, sets in ALIASES}
+    assert {spelling: text for spelling, text in said.items() if spelling in wanted} == wanted
+    known = dict(re.findall(r"^\| `(-\S*(?: \w+)?)` \| ([^|`]*?) \|$", page, re.M))
+    assert known == {spelling.replace("=", " "): why for spelling, why in REFUSED}
+    found, defaults = settings(), re.findall(r"^\| `(--\S+)` \| ([^ |,]+)[^|]*\|[^|]*\|[^|]*\|$", page, re.M)
+    assert len(defaults) > 10
+    for flag, value in defaults:
+        assert found[flag] == (value, "default"), flag
+
+
+def test_file_and_spellings(folder):
+    """As Hugging Face's users start it: the file leaves open what the command line says, which overrides the rest."""
+    (folder / "auto.json").write_text(BF16_ZERO2_OFFLOAD)
+    found = settings("--deepspeed", folder / "auto.json", "--per_device_train_batch_size", 2, "--bf16", "True",
+                     "--gradient_checkpointing", "False", "--learning_rate", "5e-5", "--zero_stage", 3)
+    for flag, value in {"--micro-batch": "2", "--precision": "bf16", "--recompute": "none", "--lr": "5e-05",
+                        "--zero": "3", "--offload": "optimizer"}.items():
+        assert found[flag][0] == value
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("config")
@@ -142,7 +215,7 @@ def test_zero2_fp16(folder):
         assert (got if isinstance(value, str) else float(got)) == value, name
         assert source not in ("default", "command line"), name
     assert flags["eps"] == ("1e-07", "command line") and flags["seed"] == ("42", "default")
-    assert "command line stands" in keys["optimizer.params.eps"]
+    assert "overridden by --eps 1e-07 on the command line" in keys["optimizer.params.eps"]
     assert "the log has the time of each phase" in keys["wall_clock_breakdown"]
     assert flags["lr"][1] == "scheduler.params.warmup_max_lr"      # the scheduler's, as in DeepSpeed
 
@@ -212,6 +285,7 @@ def test_every_documented_key(folder):
 @pytest.mark.parametrize("change,word", [
     ({"zero_optimization": {"stage": 5}}, "out of range"),
     ({"zero_optimization": {"stagee": 2}}, "did you mean zero_optimization.stage?"),
+    ({"zero_optimization": {"xyz": 2}}, "that is known here: leave it out"),
     ({"zero_optimization": 2}, "must be an object"),
     ({"bf16": {"enabled": "yes"}}, "true or false"),
     ({"gradient_clipping": "much"}, "needs a number"),

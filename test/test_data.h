@@ -1,5 +1,5 @@
-/* test_data.h: what the tests of data/ stand on: CHECK, a folder of their own, and children that must refuse.
- *   CHECK(cond, fmt, ...)      says what failed and goes on
+/* test_data.h: what the tests of data/ share: CHECK, a folder of their own, and children that must refuse.
+ *   CHECK(cond, fmt, ...)      says what failed and continues
  *   dies(f, words)             f() in a child ends with exit code 1 and one line on stderr that holds the words
  *   survives(f)                f() in a child ends by itself, refused or not: no signal, no sanitizer's report */
 #pragma once

@@ -1,4 +1,4 @@
-/* test_data_formats.h: tests of json.h, safetensors.h and tokenizer.h, walked by test_data.cpp. */
+/* test_data_formats.h: tests of json.h, safetensors.h and tokenizer.h, run by test_data.cpp. */
 #pragma once
 #include "test_data.h"
 

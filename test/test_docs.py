@@ -1,4 +1,5 @@
-"""README and docs/ are true: every command in them runs, every flag they name exists, every link leads somewhere.
+"""README and docs/ are true: every command in them runs, every flag, file and function they name exists, every link
+leads somewhere. The README is short, and a reader who searches for the field's words finds the place.
 
 A block fenced as `sh` is run line by line in a folder laid out like the repository, where ./train_gpt stands for the
 program with sizes made small: presets become a model of two layers, runs a few steps. Other blocks are output. Builds
@@ -7,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -54,11 +56,11 @@ words = [word for name, value in flags.items() for word in ("--" + name, value)]
 os.execv("{program}", ["{program}", *words, *rest])
 """
 
-# make says what it would do. Targets that call make again would be carried out even so: those must be there.
+# make says what it would do. Targets that call make again would be carried out even so: those must exist.
 MAKE = """#!/bin/bash
 cd {root} || exit
 case " $* " in
-    *" spills "* | *" kernel-table "*) exec grep -qE "^$1:" Makefile ;;
+    *" spills "* | *" kernel-table "* | *" check "* | *" dev "*) exec grep -qE "^$1:" Makefile ;;
     *) exec {make} -n "$@" > /dev/null ;;
 esac
 """
@@ -119,6 +121,12 @@ def run(place, line):
     return done.stdout
 
 
+def pytest_finds_it(arguments):
+    done = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments], cwd=ROOT,
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_commands(place, page):
     if page.name != "README.md" and "runs/mine" in page.read_text() and not (place / "runs" / "mine").exists():
@@ -131,6 +139,10 @@ def test_commands(place, page):
             command = line.split(" # ")[0].strip()
             if re.match(r"scripts/(test|quickstart|setup|fuzz|bench)\.sh|dev/bench_cpu\.sh", command):
                 run(place, f"bash -n {command.split()[0]}")         # whole suites; CI and test_quickstart run them
+            elif match := re.match(r"build/cpu/test_ops\.fp32 (\w+)$", command):
+                assert any(f'{{"{match[1]}' in file.read_text() for file in (ROOT / "kernels").glob("*.*h")), command
+            elif command.startswith(".venv/bin/python -m pytest "):
+                pytest_finds_it(shlex.split(command)[3:])
             elif re.match(r"\.venv/bin/python data/prepare.py kjv$", command):
                 assert run(place, command + " --out data/sets/bible") if shutil.which("bible") else True
             elif command and not command.startswith("#"):
@@ -146,6 +158,7 @@ def test_quickstart(place):
     assert (place / "runs" / "quickstart" / "loss.png").exists()
 
 
+@pytest.mark.quick
 def test_flags_exist():
     """A flag named in code type is one of train_gpt's, of the scripts', or of the tools that the pages compare with."""
     known = set(re.findall(r"--[a-z][a-z0-9-]*", train_gpt("--help").out))
@@ -156,10 +169,69 @@ def test_flags_exist():
     for page in PAGES:
         for code in re.findall(r"`([^`\n]+)`", page.read_text()):
             for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9_-]*", code):
-                assert flag in known, f"{page.name} names {flag}"
+                assert flag.replace("_", "-") in known or flag in known, f"{page.name} names {flag}"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_links(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.quick
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 1200
+
+
+@pytest.mark.quick
+def test_index():
+    """The index of docs/ has every page, and so has the README."""
+    for index, prefix in ((ROOT / "docs" / "README.md", ""), (ROOT / "README.md", "docs/")):
+        linked = set(re.findall(r"\]\(([^)#]+)", index.read_text()))
+        for page in (ROOT / "docs").glob("*.md"):
+            assert page.name == "README.md" or prefix + page.name in linked, f"{index} has no link to {page.name}"
+
+
+FOLDERS = ("data", "dev", "kernels", "model", "run", "scripts", "test", "zero")
+SOURCES = {path: path.read_text(errors="replace") for folder in FOLDERS for path in (ROOT / folder).rglob("*")
+           if path.suffix in (".h", ".cuh", ".cu", ".cpp", ".py", ".sh")}
+SOURCES |= {path: path.read_text() for path in (ROOT / "train_gpt.cu", ROOT / "Makefile")}
+OTHER_PROGRAMS = {"train.py", "sample.py", "zero_to_fp32.py"}      # of DeepSpeed and nanoGPT
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_names_exist(page):
+    """Files by path or by name alone, functions by a call or definition somewhere in the tree."""
+    text = "\n".join(SOURCES.values())
+    spans = "\n".join(re.findall(r"`([^`\n]+)`", page.read_text()))
+    for name in re.findall(r"(?<![\w*.>}/-])[\w./-]*\w\.(?:cuh|cu|cpp|h|py|sh)(?![\w.])", spans):
+        exists = name in OTHER_PROGRAMS or (ROOT / name).exists() or any(path.name == name for path in SOURCES)
+        assert exists, f"{page.name} names {name}"
+    for name in re.findall(r"(?<![\w.])([a-z_]\w+)\(\)", spans):
+        assert re.search(rf"\b{name}(<.*>)?\(", text), f"{page.name} names {name}()"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("page", ["how-it-works.md", "contributing.md"])
+def test_identifiers_exist(page):
+    """Tables, types and keys in code type: FLAGS, gpu_rows, stage3_prefetch_bucket_size."""
+    text = "\n".join(source for path, source in SOURCES.items() if path.name != "test_docs.py")
+    for span in re.findall(r"`([^`\n]+)`", (ROOT / "docs" / page).read_text()):
+        if re.fullmatch(r"[A-Za-z]\w*_\w+|[A-Z]{2,}\w*", span):
+            assert re.search(rf"\b{span}\b", text), f"{page} names {span}"
+
+
+TERMS = """gradient checkpointing, activation checkpointing, activation recomputation, stochastic rounding, GEMM,
+parameter groups, all-gather, reduce-scatter, all-reduce, prefetch, gradient accumulation, mixed precision, loss
+scaling, master weights, offload, roofline, communication volume, communication dtype, gradient clipping, learning rate
+schedule, weight decay, fine-tuning, key/value cache, perplexity, resume, add an optimizer, where is a gradient
+reduced, one op test, run one test"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("term", re.split(r", ", " ".join(TERMS.split())))
+def test_terms_are_found(term):
+    """A reader who searches for it finds the place, in the README or in docs/."""
+    assert any(term.lower() in page.read_text().lower() for page in PAGES)

@@ -71,7 +71,10 @@ static __global__ void mistake_kernel(Mistake mistake, float* x, int far)
     case Mistake::DEVICE_UNDERRUN: x[-1] = 1; break;
     case Mistake::MISALIGNED: x[0] = ld128(x + 1)[0]; break;
     case Mistake::CP_ASYNC_TO_GLOBAL: cp_async16(x, x + 4); break;
-    default: x[far] += 1;
+    case Mistake::FAR_OVERRUN: case Mistake::FREED: case Mistake::NULL_POINTER: x[far] += 1; break;
+    case Mistake::NONE: case Mistake::STACK: case Mistake::WRONG_KIND: case Mistake::COPY_OVERRUN:
+    case Mistake::FREED_TWICE: case Mistake::NOT_ALLOCATED: case Mistake::DEAD_STREAM: case Mistake::EPILOGUE:
+    case Mistake::UNWAITED: break;                   // not made by this kernel
     }
 }
 

@@ -76,8 +76,8 @@ static void traffic_embedding(TrafficRun* run)
         if (!backward) {
             floatX *wte = traffic_tensor<floatX>(run, (size_t)V * C);
             floatX *wpe = traffic_tensor<floatX>(run, (size_t)T * C, Reuse::SMALL);
-            TRAFFIC(run, "embedding_forward", 2 * TRAFFIC_NC * TRAFFIC_S,
-                    embedding_forward(out, tokens, wte, wpe, B, T, C, nullptr));
+            TRAFFIC(run, "embedding_rows", 2 * TRAFFIC_NC * TRAFFIC_S,
+                    embedding_rows(out, tokens, nullptr, wte, wpe, ALL_TOKENS, B * T, T, C, nullptr));
         } else {
             float *dwte = traffic_tensor<float>(run, (size_t)V * C), *dwpe = traffic_tensor<float>(run, (size_t)T * C);
             const size_t rows = TRAFFIC_NC + (size_t)T * C;
@@ -147,12 +147,13 @@ static void traffic_llama(TrafficRun* run)
 static void traffic_elementwise(TrafficRun* run)
 {
     floatX *out = traffic_tensor<floatX>(run, TRAFFIC_NC), *inp = traffic_tensor<floatX>(run, TRAFFIC_NC);
-    TRAFFIC(run, "gelu_forward", 2 * TRAFFIC_NC * TRAFFIC_S, gelu_forward(out, inp, TRAFFIC_NC, Gelu::TANH, nullptr));
+    TRAFFIC(run, "activation_forward", 2 * TRAFFIC_NC * TRAFFIC_S,
+            activation_forward(out, inp, TRAFFIC_NC, Activation::GELU_TANH, nullptr));
     out = traffic_tensor<floatX>(run, TRAFFIC_NC);
     inp = traffic_tensor<floatX>(run, TRAFFIC_NC);
     floatX* dout = traffic_tensor<floatX>(run, TRAFFIC_NC);
-    TRAFFIC(run, "gelu_backward", 3 * TRAFFIC_NC * TRAFFIC_S,
-            gelu_backward(out, dout, inp, TRAFFIC_NC, Gelu::TANH, nullptr));
+    TRAFFIC(run, "activation_backward", 3 * TRAFFIC_NC * TRAFFIC_S,
+            activation_backward(out, dout, inp, TRAFFIC_NC, Activation::GELU_TANH, nullptr));
     out = traffic_tensor<floatX>(run, TRAFFIC_NC);
     inp = traffic_tensor<floatX>(run, TRAFFIC_NC);
     TRAFFIC(run, "dropout", 2 * TRAFFIC_NC * TRAFFIC_S,
@@ -215,8 +216,8 @@ static void traffic_bias(TrafficRun* run)
             LAUNCH(matmul_backward_bias_parts_kernel, dim3(OC / 32, 4), 256, 0, nullptr, parts, dout, N, OC));
 }
 
-/* What a pass of an optimizer moves of each element: the weight there and back, a state and a gradient this often. */
-template <Rule rule> static void traffic_rule(TrafficRun* run, const char* name, bool weight, int states, int grads)
+/* What a pass of an optimizer moves of each element: the weight both ways, states and gradient as the rule says. */
+template <class R> static void traffic_pass(TrafficRun* run, const char* name)
 {
     const bool is_16bit = sizeof(floatX) < 4, is_bf16 = FLOATX_DTYPE == Dtype::BF16;
     const size_t n = TRAFFIC_NC;
@@ -230,33 +231,37 @@ template <Rule rule> static void traffic_rule(TrafficRun* run, const char* name,
         Values master = {param, split ? Dtype::SPLIT : FLOATX_DTYPE, nullptr};
         if (split) master.low = traffic_tensor<unsigned short>(run, n);
         else if (is_16bit && !(small && is_bf16)) master = values_of(traffic_tensor<float>(run, n));
-        const Values m = {traffic_tensor<float>(run, n), dtype, nullptr};
-        const Values v = {traffic_tensor<float>(run, n), dtype, nullptr};
-        const Values grad = {traffic_tensor<float>(run, n), grad_dtype, nullptr};
+        OptimizerArrays a = {param, master, {traffic_tensor<float>(run, n), grad_dtype, nullptr}, {}};
+        size_t elem_bytes = (R::READS_GRAD + R::WRITES_GRAD) * dtype_bytes(grad_dtype);
+        for (int k = 0; k < MAX_STATES; k++) {
+            if (R::STATES[k] == nullptr) continue;
+            a.states[k] = Values{traffic_tensor<float>(run, n), dtype, nullptr};
+            if (R::READS_STATES) elem_bytes += (1 + R::WRITES_STATES) * dtype_bytes(dtype);
+        }
         double* sums = traffic_tensor<double>(run, 2, Reuse::SMALL);
         StepState* state = traffic_tensor<StepState>(run, 1, Reuse::SMALL);
         const bool has_master = master.at != (void*)param;
-        size_t elem_bytes = states * dtype_bytes(dtype) + grads * dtype_bytes(grad_dtype);
-        if (weight) elem_bytes += has_master ? 8 + TRAFFIC_S : small && is_bf16 ? 4 : 8;
+        if (R::READS_PARAM) elem_bytes += has_master ? 8 + TRAFFIC_S : small && is_bf16 ? 4 : 8;
         char title[64];
         snprintf(title, sizeof title, "%s%s", name, storage);
         TRAFFIC(run, title, elem_bytes * n,
-                optimizer_update<rule>({param, master, m, v, grad}, &runs, optimizer_test_config(1e-8f), sums, state,
-                                       nullptr));
+                optimizer_update<R>(a, &runs, optimizer_test_config(1e-8f), sums, state, nullptr));
     }
+}
+
+template <class R> static void traffic_optimizer(TrafficRun* run, const char* name)
+{
+    char title[64];
+    snprintf(title, sizeof title, "%s, before its phase", name);
+    if constexpr (R::PHASE != TensorPhase::NONE) traffic_pass<typename R::First>(run, title);
+    traffic_pass<R>(run, name);
 }
 
 static void traffic_optimizers(TrafficRun* run)
 {
-    traffic_rule<Rule::ADAMW>(run, "adamw", true, 4, 1);
-    traffic_rule<Rule::ADAM>(run, "adam", true, 4, 1);
-    traffic_rule<Rule::SGD>(run, "sgd", true, 2, 1);
-    traffic_rule<Rule::LION>(run, "lion", true, 2, 1);
-    traffic_rule<Rule::ADAGRAD>(run, "adagrad", true, 2, 1);
-    traffic_rule<Rule::LAMB_STATES>(run, "lamb, states", false, 4, 1);
-    traffic_rule<Rule::LAMB_STEP>(run, "lamb, step", true, 2, 0);
-    traffic_rule<Rule::MUON_MOMENTUM>(run, "muon, momentum", false, 2, 2);
-    traffic_rule<Rule::MUON_STEP>(run, "muon, step", true, 0, 1);
+#define OPTIMIZER_TRAFFIC(name, word, R) traffic_optimizer<R>(run, word);
+    OPTIMIZERS(OPTIMIZER_TRAFFIC)
+#undef OPTIMIZER_TRAFFIC
     OptimizerRuns runs = {};
     runs_extend(&runs, 4 * TRAFFIC_NC, 0.1f, 1.0f, 0);
     const Values p = values_of(traffic_tensor<float>(run, 4 * TRAFFIC_NC));
@@ -267,7 +272,7 @@ static void traffic_optimizers(TrafficRun* run)
     TRAFFIC(run, "lamb, norms", 12 * 4 * TRAFFIC_NC, lamb_norms(sums, scratch, p, m, v, &runs, 1e-8f, nullptr));
 }
 
-/* What Muon does beside its products, with u wider and higher than it is long. */
+/* What Muon does beside its GEMMs, with u wider and higher than it is long. */
 static void traffic_muon(TrafficRun* run)
 {
     const int side = 96, length = 384;

@@ -52,6 +52,7 @@ def test_learns(reference):
     assert losses[0] == pytest.approx(np.log(97), abs=0.1) and losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_layouts(tmp_path, reference, stage, ranks):

@@ -73,6 +73,7 @@ def to_dtype(x, dtype):
     return x.astype({"fp32": np.float32, "fp16": np.float16}[dtype])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype,name,word", [("fp32", "F32", "float32"), ("bf16", "BF16", "bfloat16"),
                                              ("fp16", "F16", "float16")])
 @pytest.mark.parametrize("stage,ranks", [(0, 1), (1, 2), (2, 3), (3, 4)])

@@ -9,8 +9,8 @@ import struct
 import init
 import numpy as np
 import pytest
-from test_zero import CONFIG, LLAMA, assert_bits, assert_bytes_as_planned, batch, data, start, wide_data
-from util import built_devices, gpt2_config, model_write, moments, train_gpt, weights
+from test_zero import CONFIG, LLAMA, assert_bits, batch, data, start, wide_data
+from util import assert_sent_as_planned, built_devices, gpt2_config, model_write, moments, train_gpt, weights
 
 DEVICES = built_devices()
 IN_PRODUCTS = "c_attn,mlp,h.1.attn.c_proj"                 # 8, 10 or 12 tensors a block
@@ -57,10 +57,10 @@ def test_stages_agree(tmp_path, device, kind):
     runs = []
     for stage, more in layouts if device == "cpu" else layouts[2:3]:
         run = train_gpt(*args, *batch(2, 2, 4), "-z", stage, *more, ranks=2, device=device, out=tmp_path / f"z{stage}",
-                        EMU_SEED="3")
+                        verbose=True, EMU_SEED="3")
         assert run.series("loss") == pytest.approx(one.series("loss"), rel=1e-4)
         assert run.series("norm") == pytest.approx(one.series("norm"), rel=1e-3)
-        assert_bytes_as_planned(run, 2, 4)
+        assert_sent_as_planned(run, 2, 4)
         runs.append(run)
     if kind != "wide":                                     # there stage 3 makes the head's sums in another order
         assert all(run.series("loss") == runs[0].series("loss") for run in runs)
@@ -73,8 +73,8 @@ def test_storage(tmp_path, device):
     listed = ["transformer.wte.weight", *(f"transformer.h.{k}.ln_2.{p}" for k in range(5) for p in ("weight", "bias"))]
     args = [*bf16(tmp_path), *batch(2, 2, 4), "-z", 2, "--master", "none", "--state-dtype", "bf16", "--grad-dtype",
             "bf16", "--fp32-tensors", "wte,ln_2"]
-    run = train_gpt(*args, ranks=2, device=device, out=tmp_path / "run")
-    assert_bytes_as_planned(run, 2, 4)
+    run = train_gpt(*args, ranks=2, device=device, out=tmp_path / "run", verbose=True)
+    assert_sent_as_planned(run, 2, 4)
     for tensors in (weights(run.checkpoint(4)), *moments(run.checkpoint(4))):
         assert {name for name in tensors if is_whole(tensors[name])} == set(listed)
     C, chosen = 24, 128 * 24 + 10 * 64                     # V and vectors are padded to 64

@@ -41,6 +41,7 @@ def golden_data(folder, V, num_batches=1):
     return folder
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks,stage,micro_batch,grad_accum", [(1, 0, 2, 1), (2, 2, 1, 1), (1, 1, 1, 2)])
 def test_gradients(tmp_path, device, name, ranks, stage, micro_batch, grad_accum):
@@ -93,6 +94,7 @@ def test_setting_counts(tmp_path, change):
     assert (losses[0] == losses[1]) == ("hidden_act" in change)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks,stage,micro_batch", [(1, 0, 2), (1, 0, 3), (3, 2, 1), (2, 3, 1)])
 def test_eval(tmp_path, device, name, ranks, stage, micro_batch):
@@ -202,6 +204,7 @@ def test_greedy(tmp_path, device, name):
     assert texts(continue_prompts(model, tmp_path, requests[:2], "--no-kv-cache")) == TEXT["texts"][name][:2]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("cache", [[], ["--no-kv-cache"]])
 def test_logits(tmp_path, device, name, cache):

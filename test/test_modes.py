@@ -1,12 +1,14 @@
 """The other modes: --plan, --eval, --generate, --help; memory as planned; what the log holds."""
 import json
 import re
+import shlex
+import subprocess
 import sys
 
 import init
 import numpy as np
 import pytest
-from util import binary, gpt2_config, model_write, shard_write, train_gpt, weights
+from util import ROOT, binary, gpt2_config, model_write, shard_write, train_gpt, weights
 
 V, C, T = 97, 48, 24
 RSS_WRAPPER = """
@@ -93,6 +95,71 @@ def test_log(folder, tmp_path):
     assert [float(loss) for _, loss, _ in shown] == pytest.approx(run.series("loss"), abs=1e-6)
 
 
+def test_log_header(folder, tmp_path):
+    """Flags in the log are what they are: numbers, true and false, strings."""
+    train_gpt(*args(folder, "-n", 1, "-b", 2, "-z", 2, "--lr", "0.00012345678901234", "--deterministic",
+                    "--sample-tokens", 0), out=tmp_path / "run")
+    header = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])["run"]
+    assert header["zero"] == 2 and header["micro_batch"] == 2 and header["lr"] == 0.00012345678901234
+    assert header["deterministic"] is True and header["no_shuffle"] is False
+    assert header["precision"] == "fp32" and header["resume"] == ""
+
+
+def log_rows():
+    """(line, field, unit, docs) of each row of the tables that log.jsonl is written from."""
+    rows = []
+    for path in sorted((ROOT / "run").glob("*.cuh")):
+        for line, body in re.findall(r"#define (\w+)_FIELDS\(F\) \\\n((?:.*\\\n)*.*\n)", path.read_text()):
+            for row in body.splitlines():
+                found = re.fullmatch(r'    F\((\w+), *\w+, *"([^"]*)",.*, "([^"]*)"\)(?: \\)?', row)
+                rows.append((line.lower(), *found.groups()))
+    return rows
+
+
+def test_log_fields_are_documented(folder, tmp_path):
+    """docs/looking.md has the rows of the code, each once; a run writes no field that is none of them."""
+    page = (ROOT / "docs" / "looking.md").read_text()
+    documented = re.findall(r"^\| (\w+) \| `(\w+)` \| (.*?) ?\| (.*?) ?\|$", page, re.M)
+    assert len(set(log_rows())) == len(log_rows()) > 30
+    assert set(log_rows()) - set(documented) == set(), "not in docs/looking.md"
+    assert sorted(documented) == sorted(log_rows()), "docs/looking.md has rows that the code has not"
+    run = train_gpt(*args(folder, "-n", 2, "-b", 2, "--sample-tokens", 0), out=tmp_path / "run")
+    known = {field for line, field, _, _ in log_rows() if line != "run"}
+    assert {key for entry in run.log for key in entry} <= known
+
+
+def test_log_field_without_a_row():
+    """What writes a field takes the key that a row makes, no string."""
+    for key, compiles in (('LogKey("loss")', True), ('"loss"', False)):
+        program = f'#include "data/run_log.h"\nvoid f(RunLog* log) {{ log_real(log, {key}, 1.5); }}\n'
+        gcc = subprocess.run(["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", "-I.", "-"], input=program, cwd=ROOT,
+                             capture_output=True, text=True)
+        assert (gcc.returncode == 0) == compiles and ("LogKey" in gcc.stderr) != compiles, gcc.stderr
+
+
+def test_flags_line_can_be_pasted_back(folder):
+    """The line that the start prints, given to a shell: the same flags."""
+    given = ["-d", folder / "data", "-m", folder / "model", "--micro_batch", 2, "--learning_rate",
+             "0.00012345678901234", "--param-group", "*ln*:lr=0.5,wd=0;*bias:wd=0", "--plan", "--no-shuffle",
+             "--deterministic", "False", "--gradient-checkpointing", "--out", "it's a run", "--val", ""]
+    line = re.search(r"^flags  (.*)$", train_gpt(*given).out, re.M)[1]
+    assert "--micro-batch=2" in line and "--plan" in line and "--lr=0.00012345678901234" in line
+    again = shlex.split(line)
+    assert train_gpt(*again).out.splitlines()[1] == "flags  " + line
+    one, two = (re.sub(", as .*", "", train_gpt(*words, "--print-config").out) for words in (given, again))
+    assert one == two
+
+
+def test_verbose(folder):
+    """What is sent and waited for is printed when asked for, ZeRO also on several ranks."""
+    few = args(folder, "-n", 1, "-b", 2, "--sample-tokens", 0)
+    detail = r"^(sent|waits|ZeRO) "
+    assert re.findall(detail, train_gpt(*few).out, re.M) == []
+    assert re.findall(detail, train_gpt(*few, ranks=2).out, re.M) == ["ZeRO"]
+    assert re.findall(detail, train_gpt(*few, verbose=True).out, re.M) == ["ZeRO", "waits"]
+    assert re.findall(detail, train_gpt(*few, verbose=True, ranks=2).out, re.M) == ["ZeRO", "sent", "waits"]
+
+
 def test_learning_rate_zero_changes_nothing(folder, tmp_path):
     run = train_gpt(*args(folder, "-n", 2, "-b", 2, "-l", 0, "--sample-tokens", 0), out=tmp_path / "run")
     before, after = weights(folder / "model"), weights(run.checkpoint(2))
@@ -151,6 +218,10 @@ def test_help_and_version():
     help_text = train_gpt("--help").out
     for name in ("--model", "--zero", "--micro-batch", "--resume", "--generate", "--plan"):
         assert name in help_text
+    for line in help_text.splitlines():                    # each stands for itself: rows move
+        assert not re.search(r"\bthe same (for|but|as)\b|^such", line), line
+    sections = re.findall(r"\n\n(\w.*)\n  ", help_text)
+    assert len(sections) > 10 and "Learning rate" in sections and "ZeRO and communication" in sections
     assert "cpu" in train_gpt("--version").out.lower()
     assert binary("cpu").exists()
 

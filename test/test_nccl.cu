@@ -1,5 +1,5 @@
 /* test_nccl.cu: every collective, type and operation, in place and not, odd counts, groups, several communicators and
- * streams, bytes on the wire, and what ranks that disagree are told.
+ * streams, bytes sent, and what ranks that disagree are told.
  *   ./test_nccl                  runs itself under $MPIRUN with 1 to 4 ranks, then with planted mistakes
  *   mpirun -np R ./test_nccl     the tests with R ranks */
 #include <cmath>
@@ -351,7 +351,7 @@ static void test_grid(int seed)
     NCCL_CHECK(ncclCommDestroy(column_comm));
 }
 
-/* ---- what only the MPI version promises: rank order, equal bits, bytes on the wire */
+/* ---- what only the MPI version promises: rank order, equal bits, bytes sent */
 
 #ifndef DEVICE_CUDA
 static float random_value(int r, size_t i)

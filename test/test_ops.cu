@@ -12,7 +12,7 @@
 #include "kernels/rmsnorm.cuh"
 #include "kernels/rope.cuh"
 #include "kernels/swiglu.cuh"
-#include "kernels/gelu.cuh"
+#include "kernels/activation.cuh"
 #include "kernels/dropout.cuh"
 #include "kernels/matmul.cuh"
 #include "kernels/attention.cuh"
@@ -21,6 +21,7 @@
 #include "kernels/accumulate.cuh"
 #include "kernels/global_norm.cuh"
 #include "kernels/step.cuh"
+#include "kernels/lamb.cuh"
 #include "kernels/optimizer.cuh"
 #include "kernels/muon.cuh"
 #include "kernels/progress.cuh"
@@ -79,7 +80,7 @@ int main(int argc, char** argv)
     op_table(rmsnorm_tests, filter, bench, memory_gbps, &totals);
     op_table(rope_tests, filter, bench, memory_gbps, &totals);
     op_table(swiglu_tests, filter, bench, memory_gbps, &totals);
-    op_table(gelu_tests, filter, bench, memory_gbps, &totals);
+    op_table(activation_tests, filter, bench, memory_gbps, &totals);
     op_table(dropout_tests, filter, bench, memory_gbps, &totals);
     op_table(matmul_tests, filter, bench, memory_gbps, &totals);
     op_table(attention_tests, filter, bench, memory_gbps, &totals);
@@ -91,6 +92,7 @@ int main(int argc, char** argv)
     op_table(step_tests, filter, bench, memory_gbps, &totals);
     op_table(values_tests, filter, bench, memory_gbps, &totals);
     op_table(optimizer_tests, filter, bench, memory_gbps, &totals);
+    op_table(lamb_tests, filter, bench, memory_gbps, &totals);
     op_table(storage_tests, filter, bench, memory_gbps, &totals);
     op_table(muon_tests, filter, bench, memory_gbps, &totals);
     matmul_free();

@@ -118,7 +118,7 @@ int main(int argc, char** argv)
     Run* run = &run_;
     Flags flags;
     ENSURE(argc > 1, "usage: test_optimizer FOLDER FLAGS...");
-    flags_parse(&flags, argc - 1, argv + 1);
+    flags_parse(&flags, &flag_words_of_rows, argc - 1, argv + 1);
     rates_refuse(&flags);
     run->flags = &flags;
     comm_init(&run->comm, 600);

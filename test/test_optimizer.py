@@ -1,11 +1,14 @@
 """Optimizers, schedules and groups of rates against plain NumPy in double: 50 steps on given gradients at every stage
 and on 1 to 4 ranks, the same against torch.optim (a kept file), bytes and memory as planned, checkpoints."""
+import collections
+import functools
 import itertools
 import json
 import math
-import pathlib
+import re
 import subprocess
 
+import doc_tables
 import numpy as np
 import pytest
 from util import (FULL, ROOT, binary, built_devices, environment, gpt2_config, num_gpus, safetensors_header,
@@ -18,7 +21,68 @@ HIDDEN = {"h.qkv.weight": (3, 24 / 16), "h.up.weight": (1, 40 / 16),
 STEPS = 50
 
 
-# ---- the reference ----------------------------------------------------------------------------------------------
+# ---- the tables -------------------------------------------------------------------------------------------------
+DEVICES = built_devices()
+HELP = train_gpt("--help", device=DEVICES[0]).out if DEVICES else ""
+ROWS = {flag: dict(doc_tables.rows(HELP, flag)) for flag in ("--optimizer", "--schedule") if HELP}
+OPTIMIZERS, SCHEDULES = list(ROWS.get("--optimizer", [])), list(ROWS.get("--schedule", []))
+
+
+def found(kind, name):
+    """The reference of that name, in this file and written by hand."""
+    wanted = f"{kind}_{name.replace('-', '_')}"
+    if wanted not in globals():
+        pytest.fail(f"--{kind} {name} has no reference: write {wanted} in test/test_optimizer.py")
+    return globals()[wanted]
+
+
+# ---- optimizers -------------------------------------------------------------------------------------------------
+# optimizer_NAME: tensor k one step on. p and the gradient g are its arrays, s its states by name, which start at 0, t
+# the number of the step from 1, lr its rate, wd the decay of a matrix; what follows has the defaults of the program.
+LR = 1e-3
+
+
+def adam_step(g, s, t, beta1, beta2, eps):
+    s["m"] = beta1 * s["m"] + (1 - beta1) * g
+    s["v"] = beta2 * s["v"] + (1 - beta2) * g * g
+    return (s["m"] / (1 - beta1 ** t)) / (np.sqrt(s["v"] / (1 - beta2 ** t)) + eps)
+
+
+def optimizer_adamw(k, p, g, s, t, lr, wd=0.1, beta1=0.9, beta2=0.95, eps=1e-8):
+    return p * (1 - lr * wd) - lr * adam_step(g, s, t, beta1, beta2, eps)
+
+
+def optimizer_adam(k, p, g, s, t, lr, wd=0, beta1=0.9, beta2=0.95, eps=1e-8):
+    return p - lr * adam_step(g + wd * p, s, t, beta1, beta2, eps)
+
+
+def optimizer_sgd(k, p, g, s, t, lr, wd=0, mu=0.9, damp=0.0, nesterov=False):
+    g = g + wd * p
+    s["m"] = mu * s["m"] + (1 - damp) * g
+    return p - lr * (g + mu * s["m"] if nesterov else s["m"])
+
+
+def optimizer_lamb(k, p, g, s, t, lr, wd=0.01, beta1=0.9, beta2=0.95, eps=1e-8):
+    s["m"] = beta1 * s["m"] + (1 - beta1) * g
+    s["v"] = beta2 * s["v"] + (1 - beta2) * g * g
+    u = s["m"] / (np.sqrt(s["v"]) + eps) + wd * p
+    norms = np.linalg.norm(p), np.linalg.norm(u)
+    ratio = min(max(norms[0] / norms[1], 0.01), 10) if min(norms) > 0 else 1
+    return p - lr * math.sqrt(1 - beta2 ** t) / (1 - beta1 ** t) * ratio * u
+
+
+def optimizer_lion(k, p, g, s, t, lr, wd=0.1, beta1=0.9, beta2=0.99):
+    c = beta1 * s["m"] + (1 - beta1) * g
+    s["m"] = beta2 * s["m"] + (1 - beta2) * g
+    return p * (1 - lr * wd) - lr * np.sign(c)
+
+
+def optimizer_adagrad(k, p, g, s, t, lr, wd=0, eps=1e-8):
+    g = g + wd * p
+    s["v"] = s["v"] + g * g
+    return p - lr * g / (np.sqrt(s["v"]) + eps)
+
+
 def orthogonal(u):
     x = u / (np.linalg.norm(u) + 1e-7)
     x = x.T if u.shape[0] > u.shape[1] else x
@@ -28,46 +92,27 @@ def orthogonal(u):
     return x.T if u.shape[0] > u.shape[1] else x
 
 
-def reference(name, params, grads, lr, wd, beta1=0.9, beta2=0.95, eps=1e-8, mu=0.9, damp=0.0, nesterov=False,
-              muon_lr=0.02, factor=None, decay=None):
-    """factor, decay: by tensor name, of the learning rate and instead of wd."""
-    p = {k: v.astype(np.float64) for k, v in params.items()}
-    m, v = ({k: np.zeros(SHAPES[k]) for k in p} for _ in range(2))
-    for t, step in enumerate(grads, 1):
-        for k, g in step.items():
-            g, rate = g.astype(np.float64), lr * (factor or {}).get(k, 1)
-            w = (decay or {}).get(k, wd * (g.ndim == 2))
-            if name in ("adam", "sgd", "adagrad"):
-                g = g + w * p[k]
-            if name == "sgd":
-                m[k] = mu * m[k] + (1 - damp) * g
-                p[k] -= rate * (g + mu * m[k] if nesterov else m[k])
-            elif name == "lion":
-                c = beta1 * m[k] + (1 - beta1) * g
-                p[k] = p[k] * (1 - rate * w) - rate * np.sign(c)
-                m[k] = beta2 * m[k] + (1 - beta2) * g
-            elif name == "adagrad":
-                v[k] += g * g
-                p[k] -= rate * g / (np.sqrt(v[k]) + eps)
-            elif name == "muon" and k in HIDDEN:
-                m[k] = mu * m[k] + (1 - mu) * g
-                parts = np.split(g + mu * (m[k] - g), HIDDEN[k][0], axis=1)
-                x = np.concatenate([orthogonal(u) * math.sqrt(max(1, HIDDEN[k][1])) for u in parts], axis=1)
-                rate *= muon_lr / lr
-                p[k] = p[k] * (1 - rate * w) - rate * x
-            else:
-                m[k] = beta1 * m[k] + (1 - beta1) * g
-                v[k] = beta2 * v[k] + (1 - beta2) * g * g
-                bc1, bc2 = 1 - beta1 ** t, 1 - beta2 ** t
-                if name == "lamb":
-                    u = m[k] / (np.sqrt(v[k]) + eps) + w * p[k]
-                    norms = np.linalg.norm(p[k]), np.linalg.norm(u)
-                    ratio = min(max(norms[0] / norms[1], 0.01), 10) if min(norms) > 0 else 1
-                    p[k] -= rate * math.sqrt(bc2) / bc1 * ratio * u
-                else:
-                    p[k] = p[k] * (1 - rate * w * (name != "adam")) - rate * (m[k] / bc1) / (np.sqrt(v[k] / bc2) + eps)
-    return p
+def optimizer_muon(k, p, g, s, t, lr, wd=0.1, muon_lr=0.02, mu=0.95):
+    if k not in HIDDEN:
+        return optimizer_adamw(k, p, g, s, t, lr, wd)
+    s["m"] = mu * s["m"] + (1 - mu) * g
+    parts = np.split(g + mu * (s["m"] - g), HIDDEN[k][0], axis=1)
+    x = np.concatenate([orthogonal(u) * math.sqrt(max(1, HIDDEN[k][1])) for u in parts], axis=1)
+    lr *= muon_lr / LR
+    return p * (1 - lr * wd) - lr * x
 
+
+def reference(name, params, grads, factor=None, decay=None, **hyper):
+    """Parameters after all steps, and the names of each tensor's states. factor, decay: by tensor, of the learning rate
+    and instead of the weight decay."""
+    step, p = found("optimizer", name), {k: v.astype(np.float64) for k, v in params.items()}
+    states = {k: collections.defaultdict(float) for k in p}
+    for t, grad in enumerate(grads, 1):
+        for k, g in grad.items():
+            wd = {} if g.ndim == 2 else {"wd": 0}
+            wd |= {"wd": decay[k]} if k in (decay or {}) else {}
+            p[k] = step(k, p[k], g.astype(np.float64), states[k], t, LR * (factor or {}).get(k, 1), **{**hyper, **wd})
+    return p, {k: set(s) for k, s in states.items()}
 
 
 # ---- the program ------------------------------------------------------------------------------------------------
@@ -119,59 +164,54 @@ def assert_same(ours, truth):
         assert np.abs(ours[k] - truth[k]).max() <= 1e-6, k
 
 
-CASES = {                                                           # flags; the same for the reference; states kept
-    "adamw": (["--weight-decay", 0.1], dict(lr=1e-3, wd=0.1), 2),
-    "adam": (["--weight-decay", 0.05], dict(lr=1e-3, wd=0.05), 2),
-    "sgd": ([], dict(lr=1e-3, wd=0), 1),
-    "lamb": ([], dict(lr=1e-3, wd=0.01), 2),
-    "lion": ([], dict(lr=1e-3, wd=0.1, beta2=0.99), 1),
-    "adagrad": (["--weight-decay", 0.05], dict(lr=1e-3, wd=0.05), 1),
-    "muon": (["--muon-lr", 0.003], dict(lr=1e-3, wd=0.1, mu=0.95, muon_lr=0.003), None),
+CASES = {                                             # flags beside the defaults, and the same for the reference
+    "adam": (["--weight-decay", 0.05], dict(wd=0.05)),
+    "adagrad": (["--weight-decay", 0.05], dict(wd=0.05)),
+    "muon": (["--muon-lr", 0.003], dict(muon_lr=0.003)),
 }
 LAYOUTS = list(itertools.product((1, 2, 3, 4), (0, 1, 2, 3))) if FULL else [(1, 0), (2, 0), (2, 1), (3, 2), (4, 3)]
 
 
 @pytest.fixture(scope="module")
-def truths():
+def truth():
+    """(parameters, states) of the reference, worked out once for each optimizer."""
     params, grads = inputs()
     steps = [split(g) for g in grads]
-    return {name: reference(name, split(params), steps, **hyper) for name, (_, hyper, _) in CASES.items()}
+    return functools.cache(lambda name: reference(name, split(params), steps, **CASES.get(name, ([], {}))[1]))
 
 
 @pytest.mark.parametrize("ranks,stage", LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
-def test_against_numpy(tmp_path, device, name, ranks, stage, truths):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_against_numpy(tmp_path, device, name, ranks, stage, truth):
     if device != "cpu" and not FULL and (ranks, stage) != (2, 1):
         pytest.skip("with --full")
-    flags, _, num_states = CASES[name]
-    ours, said = run(tmp_path, device, ranks, "--optimizer", name, "-l", 1e-3, "-z", stage, *flags)
-    assert_same(ours, truths[name])
+    params, states = truth(name)
+    ours, said = run(tmp_path, device, ranks, "--optimizer", name, "-l", LR, "-z", stage, *CASES.get(name, [[]])[0])
+    assert_same(ours, params)
+    assert set(ROWS["--optimizer"][name].split("|")[1].split()) == set().union(*states.values())
     kept, elems = (int(said.split()[i]) for i in (-4, -1))          # bytes are held by the program itself
-    if num_states is not None:
-        assert kept == num_states * elems
-    else:
-        assert elems < kept < 2 * elems
+    least, most = (count(map(len, states.values())) * elems for count in (min, max))
+    assert kept == most if least == most else least < kept < most
 
 
 @pytest.mark.parametrize("flags,hyper", [
     (["--momentum", 0.8, "--dampening", 0.3, "--weight-decay", 0.02], dict(mu=0.8, damp=0.3, wd=0.02)),
-    (["--momentum", 0.8, "--nesterov"], dict(mu=0.8, nesterov=True, wd=0))])
+    (["--momentum", 0.8, "--nesterov"], dict(mu=0.8, nesterov=True))])
 def test_sgd(tmp_path, flags, hyper):
-    ours, _ = run(tmp_path, "cpu", 2, "--optimizer", "sgd", "-l", 1e-3, "-z", 2, *flags)
+    ours, _ = run(tmp_path, "cpu", 2, "--optimizer", "sgd", "-l", LR, "-z", 2, *flags)
     params, grads = inputs()
-    assert_same(ours, reference("sgd", split(params), [split(g) for g in grads], lr=1e-3, **hyper))
+    assert_same(ours, reference("sgd", split(params), [split(g) for g in grads], **hyper)[0])
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
 def test_groups(tmp_path, name):
     """A later group wins where two fit."""
-    ours, _ = run(tmp_path, "cpu", 3, "--optimizer", name, "-l", 1e-3, "-z", 1, "--weight-decay", 0.1, "--param-group",
+    ours, _ = run(tmp_path, "cpu", 3, "--optimizer", name, "-l", LR, "-z", 1, "--weight-decay", 0.1, "--param-group",
                   "h.*:lr=0.5,wd=0.3;*.bias:wd=0;h.up.*:lr=2")
     params, grads = inputs()
     factor = {k: 2 if k == "h.up.weight" else 0.5 for k in SHAPES if k.startswith("h.")}
     decay = {"h.qkv.weight": 0.3, "h.qkv.bias": 0, "h.up.weight": 0.3, "h.down.weight": 0.3}
-    assert_same(ours, reference(name, split(params), [split(g) for g in grads], lr=1e-3, wd=0.1, factor=factor,
-                                decay=decay, mu=0.95))
+    assert_same(ours, reference(name, split(params), [split(g) for g in grads], factor, decay, wd=0.1)[0])
 
 
 def test_against_torch(tmp_path):
@@ -184,24 +224,55 @@ def test_against_torch(tmp_path):
 
 
 # ---- schedules --------------------------------------------------------------------------------------------------
-def lr_reference(name, s, N, W, peak=1e-3, low=1e-4, decay=0.2):
-    """Of step s of N, counted from 0."""
-    if name == "warmup-log":
-        return low + (peak - low) * math.log(s + 1) / math.log(max(2, W)) if s < W else peak
-    if s >= N and name != "constant":
-        return low
-    if name == "lr-range-test":
-        return low + (peak - low) * (s + 1) / N
-    if name == "onecycle":
-        up, down = (s + 1) / W if s < W else 1, 1 - (s - W + 1) / max(W, 1) if s >= W else 1
-        return low + (peak - low) * max(0, min(up, down))
-    if s < W:
-        return peak * (s + 1) / W
-    start = max(N * (1 - decay), W)
-    tail = (s - start) / (N - start) if s > start else 0
-    fall = {"constant": 1, "linear": 1 - (s - W) / (N - W), "cosine": (1 + math.cos(math.pi * (s - W) / (N - W))) / 2,
-            "wsd": 1 - tail, "wsd-sqrt": 1 - math.sqrt(tail)}[name]
-    return low + (peak - low) * fall
+# schedule_NAME: the rate of step s of N, counted from 0, with a warm-up of W.
+PEAK, LOW, DECAY = LR, LR / 10, 0.2
+
+
+def between(share):
+    return LOW + (PEAK - LOW) * share
+
+
+def fallen(s, N, W, share):
+    """A warm-up from 0, then by the share that is left of the way from low to peak; low at the end."""
+    return LOW if s >= N else PEAK * (s + 1) / W if s < W else between(share((s - W) / (N - W)))
+
+
+def tail(s, N, W):
+    start = max(N * (1 - DECAY), W)
+    return max(0, s - start) / (N - start)
+
+
+def schedule_constant(s, N, W):
+    return PEAK * (s + 1) / W if s < W else PEAK
+
+
+def schedule_linear(s, N, W):
+    return fallen(s, N, W, lambda x: 1 - x)
+
+
+def schedule_cosine(s, N, W):
+    return fallen(s, N, W, lambda x: (1 + math.cos(math.pi * x)) / 2)
+
+
+def schedule_wsd(s, N, W):
+    return fallen(s, N, W, lambda x: 1 - tail(s, N, W))
+
+
+def schedule_wsd_sqrt(s, N, W):
+    return fallen(s, N, W, lambda x: 1 - math.sqrt(tail(s, N, W)))
+
+
+def schedule_warmup_log(s, N, W):
+    return between(math.log(s + 1) / math.log(max(2, W))) if s < W else PEAK
+
+
+def schedule_onecycle(s, N, W):
+    up, down = (s + 1) / W if s < W else 1, 1 - (s - W + 1) / max(W, 1) if s >= W else 1
+    return between(max(0, min(up, down))) if s < N else LOW
+
+
+def schedule_lr_range_test(s, N, W):
+    return between((s + 1) / N) if s < N else LOW
 
 
 @pytest.fixture(scope="module")
@@ -215,17 +286,17 @@ def tiny(tmp_path_factory):
             "--eval-batches", 1, "-l", 1e-3, "--min-lr", 1e-4]
 
 
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd", "wsd-sqrt", "warmup-log", "onecycle",
-                                  "lr-range-test"])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules(tmp_path, tiny, name):
     """The rates in the log: an ordinary run, a warm-up as long as the run or longer, no warm-up, one step."""
+    truth = found("schedule", name)
     for i, (N, W) in enumerate([(20, 4), (6, 6), (5, 9), (7, 0), (1, 0), (1, 1)]):
         done = train_gpt(*tiny, "-n", N, "--warmup", W, "--schedule", name, out=tmp_path / str(i))
-        assert done.series("lr") == pytest.approx([lr_reference(name, s, N, W) for s in range(N)], rel=1e-12), (N, W)
+        assert done.series("lr") == pytest.approx([truth(s, N, W) for s in range(N)], rel=1e-12), (N, W)
         assert min(done.series("lr")) > 0
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "lamb", "adagrad"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_eps(tmp_path, tiny, name):
     """Where no gradient is, as in padding, nothing is divided by nothing."""
     done = train_gpt(*tiny, "-n", 3, "--optimizer", name, "--eps", 0, out=tmp_path)
@@ -238,26 +309,28 @@ def test_resume_past_the_end(tmp_path, tiny, name):
     """Position from the checkpoint, shape from the flags."""
     train_gpt(*tiny, "-n", 6, "--warmup", 2, "--schedule", name, out=tmp_path / "run")
     longer = train_gpt(*tiny, "-n", 9, "--warmup", 2, "--schedule", name, "--resume", "auto", out=tmp_path / "run")
-    truth = [lr_reference(name, s, 6 if s < 6 else 9, 2) for s in range(9)]
+    truth = [found("schedule", name)(s, 6 if s < 6 else 9, 2) for s in range(9)]
     assert longer.series("lr") == pytest.approx(truth, rel=1e-12)
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name,suffixes", [("sgd", {"m"}), ("lion", {"m"}), ("adagrad", {"v"}), ("muon", {"m", "v"}),
-                                           ("lamb", {"m", "v"})])
-def test_resume(tmp_path, tiny, name, suffixes):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_resume(tmp_path, tiny, name):
     """A file has what the optimizer keeps, no more; another rank count and stage go on with the same numbers."""
     flags = [*tiny, "-n", 6, "--warmup", 2, "--optimizer", name]
     whole = train_gpt(*flags, "--save-every", 3, out=tmp_path / "run")
     header = safetensors_header(whole.checkpoint(3) / "optimizer.safetensors")
     names = [k for k in header if k != "__metadata__"]
-    assert {k.rsplit(".", 1)[1] for k in names} == suffixes
-    matrix = "transformer.h.0.attn.c_attn.weight"
-    assert (f"{matrix}.v" in names) == (name not in ("sgd", "lion", "muon"))
+    params, grads = inputs(1)
+    _, states = reference(name, split(params), [split(grads[0])])
+    for tensor, like in (("transformer.h.0.attn.c_attn.weight", "h.up.weight"),
+                         ("transformer.wte.weight", "wte.weight")):
+        assert {k[len(tensor) + 1:] for k in names if k.startswith(tensor)} == states[like]
     flags[flags.index("-b") + 1] = 1
     rest = train_gpt(*flags, "--resume", whole.checkpoint(3), "-z", 3, out=tmp_path / "rest")
     assert rest.series("loss") == pytest.approx(whole.series("loss")[3:], rel=1e-6)
-    other = train_gpt(*tiny, "-n", 6, "--resume", whole.checkpoint(3), out=tmp_path / "other", ok=False)
+    other = train_gpt(*tiny, "-n", 6, "--resume", whole.checkpoint(3), "--optimizer",
+                      "sgd" if name == "adamw" else "adamw", out=tmp_path / "other", ok=False)
     assert "--optimizer" in other.complaint[0] and name in other.complaint[0]
 
 
@@ -271,3 +344,20 @@ def test_resume(tmp_path, tiny, name, suffixes):
 def test_refusals(tiny, flags, word):
     run = train_gpt(*tiny, "-n", 1, *flags, ok=False)
     assert run.code == 2 and word in run.complaint[0]
+
+
+@pytest.mark.parametrize("flag", ROWS)
+def test_tables(flag):
+    """The words of a flag and its default are rows; every reference here is of one of them."""
+    words, default = re.search(rf'^ +{flag} .*; one of (\S+) \["(\S+)"\]$', HELP, re.M).groups()
+    assert words.split("|") == list(ROWS[flag]) and default in ROWS[flag]
+    references = {name for name in globals() if name.startswith(flag[2:] + "_")}
+    assert references == {f"{flag[2:]}_{name.replace('-', '_')}" for name in ROWS[flag]}
+
+
+def test_docs():
+    """docs/optimizers.md has the rows of the program, and no others."""
+    page = (ROOT / "docs" / "optimizers.md").read_text()
+    right = doc_tables.page(page, HELP)
+    wrong = set(page.splitlines()) ^ set(right.splitlines())
+    assert page == right, f"dev/doc_tables.py writes docs/optimizers.md anew: {sorted(wrong)}"

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 from test_zero import STEPS, assert_bits, batch, start
-from util import FULL, built_devices, gpt2_config, moments, safetensors_read, train_gpt, weights
+from util import FULL, assert_sent_as_planned, built_devices, gpt2_config, moments, safetensors_read, train_gpt, weights
 
 DEVICES = built_devices()
 
@@ -111,9 +111,7 @@ def test_refused(tmp_path, flags, words):
 
 # ---- gradients ----------------------------------------------------------------------------------------------------
 def wire(run):
-    sent, asked, in_steps, per_step = map(int, re.search(
-        r"sent\s+(\d+) bytes by rank 0, asked for (\d+); (\d+) in steps, (\d+) a step as planned", run.out).groups())
-    assert sent == asked and in_steps == len(run.log) * per_step
+    assert_sent_as_planned(run, len(run.log))
     return float(re.search(r"of gradients ([\d.]+)", run.out)[1])
 
 
@@ -129,7 +127,8 @@ def fp32_gradients(tmp_path_factory):
     def get(stage):
         if stage not in runs:
             folder = tmp_path_factory.mktemp("fp32_gradients")
-            runs[stage] = train_gpt(*bf16(folder, 6), *batch(3), "-z", stage, ranks=3, out=folder / "run")
+            runs[stage] = train_gpt(*bf16(folder, 6), *batch(3), "-z", stage, ranks=3, out=folder / "run",
+                                    verbose=True)
         return runs[stage]
 
     return get
@@ -141,7 +140,7 @@ def test_short_gradients(tmp_path, fp32_gradients, stage, flags):
     """Summed or sent in 16 bits: other numbers, near those of fp32 sums; bytes as planned, half where 16 are sent."""
     if not FULL and (SHORT.index(flags) + stage) % 2:
         pytest.skip("half of the product; --full runs all")
-    run = train_gpt(*bf16(tmp_path, 6), *batch(3), "-z", stage, *flags, ranks=3, out=tmp_path / "run")
+    run = train_gpt(*bf16(tmp_path, 6), *batch(3), "-z", stage, *flags, ranks=3, out=tmp_path / "run", verbose=True)
     full = fp32_gradients(stage)
     assert run.series("loss") != full.series("loss")
     assert run.series("loss") == pytest.approx(full.series("loss"), rel=1e-3)

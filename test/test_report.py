@@ -45,7 +45,8 @@ def runs(tmp_path_factory):
     train_gpt("-m", folder / "model", "-d", folder / "data", "-n", 30, "-b", 2, "--eval-every", 10, out=folder / "real")
     (folder / "full").mkdir()
     lines = [{"run": {"version": "0.1.0", "device": "H100", "num_ranks": 8, "model_name": "gpt2 <124M>",
-                      "num_steps": 3000, "num_params": 124e6, "lr": "0.001", "zero": "2", "precision": "fp16",
+                      "num_steps": 3000, "num_params": 124e6, "lr": 0.001, "zero": 2, "auto_": False,
+                      "precision": "fp16",
                       "global_batch": 512,
                       "memory": {"device": {"parameters": 240.0, "activations": 900.5}, "host": {"batches": 1.0}}}}]
     for step in range(1, 2001):
@@ -105,6 +106,7 @@ def test_page_in_a_browser(runs):
     assert len(charts) == len(want)
     for words in ("gpt2 &lt;124M&gt;", "and &lt;b&gt;so&lt;/b&gt; on", "900.5 MiB"):
         assert words in text
+    assert "<td>false</td>" in text and "False" not in text                          # as the command line takes it
     assert "<124M>" not in text and "<b>so" not in text
 
 

@@ -73,7 +73,7 @@ def test_llama_1b_under_slurm(tmp_path):
 
 
 def test_llama3_8b_finetune(tmp_path):
-    run = script("scripts/run_llama3_8b_finetune.sh", "--dry", "--out", tmp_path, "--ranks", 1)
+    run = script("scripts/run_llama3_8b_finetune.sh", "--dry", "--out", tmp_path, "--ranks", 1, "--", "--verbose")
     check(tmp_path, run, 2)
     assert "stage 3, -r attention" in run.stdout
 

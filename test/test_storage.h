@@ -23,18 +23,17 @@ template <class S, class G> static void adamw_storage_run(OpRun* run, Dtype mast
     unsigned short* low = nullptr;
     if (split) low = (unsigned short*)op_bytes(run, "low", OpKind::INOUT, h_low, whole * sizeof *h_low);
     const Dtype grad_dtype = sizeof(G) == 2 ? FLOATX_DTYPE : Dtype::FP32;
-    const OptimizerArrays a = {param.dev, {param.dev, master_dtype, low}, {m.dev, state_dtype, nullptr},
-                           {v.dev, state_dtype, nullptr}, {grad.dev, grad_dtype, nullptr}};
+    const OptimizerArrays a = {param.dev, {param.dev, master_dtype, low}, {grad.dev, grad_dtype, nullptr},
+                               {{m.dev, state_dtype, nullptr}, {v.dev, state_dtype, nullptr}}};
     OP_RUN(run, n * (2.0 * sizeof(floatX) + (split ? 4.0 : 0.0) + 4.0 * sizeof(S) + sizeof(G)), 0,
-           optimizer_update<Rule::ADAMW>(optimizer_arrays_from(a, shift), &runs, config, nullptr, state, 0));
+           optimizer_update<Adamw>(optimizer_arrays_from(a, shift), &runs, config, nullptr, state, 0));
     const unsigned short* h_param = (const unsigned short*)op_start_bytes(run, "param");
     for (size_t i = 0; split && i < whole; i++) param.f64[i] = param.f32[i] = split_join(h_param[i], h_low[i]);
-    const double coef = s.grad_scale * s.clip_coef;
+    double* const states64[MAX_STATES] = {m.f64, v.f64};
+    float* const states32[MAX_STATES] = {m.f32, v.f32};
     for (size_t i = shift; i < whole; i++) {
-        optimizer_ref<double>(Rule::ADAMW, param.f64 + i, grad.f64 + i, m.f64 + i, v.f64 + i, grad.f64[i] * coef, s.lr,
-                              (double)0.1f, 1.0, config, &s);
-        optimizer_ref<float>(Rule::ADAMW, param.f32 + i, grad.f32 + i, m.f32 + i, v.f32 + i, grad.f32[i] * (float)coef,
-                             (float)s.lr, 0.1f, 1.0f, config, &s);
+        optimizer_ref<Adamw>(param.f64, grad.f64, states64, i, 0, s.lr, 0.1f, 1.0, config, s);
+        optimizer_ref<Adamw>(param.f32, grad.f32, states32, i, 0, s.lr, 0.1f, 1.0, config, s);
     }
     op_check(run, param);
     op_check(run, m);
@@ -69,7 +68,7 @@ static void adamw_split_steps(const OptimizerArrays& whole, const OptimizerArray
     runs_extend(&runs, n, 0.1f, 1.0f);
     for (int step = 0; step < 3; step++)
         for (const OptimizerArrays* arrays : {&whole, &split})
-            optimizer_update<Rule::ADAMW>(*arrays, &runs, optimizer_test_config(1e-8f), nullptr, state, 0);
+            optimizer_update<Adamw>(*arrays, &runs, optimizer_test_config(1e-8f), nullptr, state, 0);
 }
 
 static void adamw_split_test(OpRun* run)
@@ -95,8 +94,8 @@ static void adamw_split_test(OpRun* run)
     float* v2 = (float*)op_bytes(run, "v2", OpKind::INOUT, op_start_bytes(run, "v"), n * 4);
     const StepState s = optimizer_test_state(false);
     const StepState* state = (const StepState*)op_bytes(run, "state", OpKind::INPUT, &s, sizeof s);
-    const OptimizerArrays whole = optimizer_arrays(param, master.dev, m.dev, v.dev, grad.dev);
-    OptimizerArrays other = optimizer_arrays(split, nullptr, m2, v2, grad.dev);
+    const OptimizerArrays whole = optimizer_test_arrays(param, master.dev, m.dev, v.dev, grad.dev);
+    OptimizerArrays other = optimizer_test_arrays(split, nullptr, m2, v2, grad.dev);
     other.master = Values{split, Dtype::SPLIT, low};
     OP_RUN(run, 0, 0, adamw_split_steps(whole, other, n, state));
     const unsigned short *high = (const unsigned short*)op_result(run, "split");

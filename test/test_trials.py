@@ -9,7 +9,7 @@ TIE the tied head: its gradient and the embedding's add up
 R   LLaMA: which elements rotary embedding pairs
 K   LLaMA: the epsilon of RMSNorm
 X   import and export are byte-equal, for vocabularies on both sides of the padding
-Each at ZeRO stages 0 to 3 and 1 to 4 ranks.
+Each at ZeRO stages 0 to 3 and 1 to 4 ranks, on one of the devices (on each with TRAIN_GPT_FULL=1).
 """
 import json
 
@@ -21,10 +21,17 @@ from util import (built_devices, gpt2_config, llama_config, model_write, moments
 
 WTE = "transformer.wte.weight"
 STAGES = [0, 1, 2, 3]
-RANKS = [1, 2, 3, 4]
+RANKS = [pytest.param(1, marks=pytest.mark.quick), 2, 3, 4]
 PLAIN = ["--schedule", "constant", "--warmup", 0, "--weight-decay", 0, "--no-shuffle", "--sample-tokens", 0,
          "--clip", 0]
 LAYOUTS = [(1, 1, 2), (1, 2, 1), (2, 1, 1), (3, 2, 1), (4, 1, 1), (4, 2, 1)]   # ranks, micro-steps, micro-batch
+
+pytestmark = pytest.mark.pairwise                    # of the stages, numbers of ranks and devices
+
+
+def same_copies(device, V, **_):
+    """Large vocabularies on the emulated device: the copies are the same code as on the CPU."""
+    return device == "emu" and V > 129
 
 
 @pytest.fixture(params=built_devices())
@@ -293,12 +300,11 @@ def random_model(folder, config, prefix="transformer."):
     return model_write(folder, config, {n: rng.standard_normal(s).astype(np.float32) for n, s in names.items()})
 
 
+@pytest.mark.pairwise(without=same_copies)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("ranks,stage", [(1, 0), (3, 2)])
 @pytest.mark.parametrize("V", [127, 128, 129, 50257, 32000, 128256])
 def test_x(tmp_path, device, V, ranks, stage, tied):
-    if device == "emu" and V > 129:
-        pytest.skip("the copies are the same code as on the CPU")
     config = gpt2_config(V, 8, 16, L=2, NH=2, tie_word_embeddings=tied, n_inner=24, summary_type="cls_index")
     model = random_model(tmp_path / "model", config)
     train_gpt("-m", model, "--export", tmp_path / "export", "-z", stage, ranks=ranks, device=device)
@@ -319,13 +325,12 @@ def test_x_layouts(tmp_path, device, stage, ranks):
     test_x(tmp_path, device, 126 + (stage + ranks) % 3 + 1, ranks, stage, tied=ranks % 2 == 0)
 
 
+@pytest.mark.pairwise(without=same_copies)
 @pytest.mark.parametrize("model_type,ranks,stage", [("llama", 1, 0), ("llama", 3, 2), ("qwen2", 2, 1),
                                                     ("mistral", 4, 2)])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("V", [127, 128, 129, 50257, 32000, 128256])
 def test_x_llama(tmp_path, device, V, tied, model_type, ranks, stage):
-    if device == "emu" and V > 129:
-        pytest.skip("the copies are the same code as on the CPU")
     config = llama_config(V, 8, 16, L=2, NH=2, F=12, model_type=model_type, num_key_value_heads=1, head_dim=6,
                           tie_word_embeddings=tied, bos_token_id=1)
     tensors = init.random_weights(init.llama_shapes(config), 3, 0.5)

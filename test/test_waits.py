@@ -25,7 +25,7 @@ CASES = [
 
 def waits(folder, device, model, ranks, flags, steps):
     run = train_gpt("-m", folder, "--from-scratch", "-d", folder / "data", "-t", T, "-b", 2, "-n", steps,
-                    "--sample-tokens", 0, "--no-shuffle", *flags, ranks=ranks, device=device, ok=None)
+                    "--sample-tokens", 0, "--no-shuffle", *flags, ranks=ranks, device=device, ok=None, verbose=True)
     if run.code != 0 and "is not in this binary" in run.err:
         pytest.skip(run.err.splitlines()[0])
     assert run.code == 0, run.err

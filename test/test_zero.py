@@ -1,6 +1,6 @@
 """ZeRO: the same numbers at every stage, rank count, bucket size and order of streams; bytes as planned; 16 bits.
 
-The reference is one rank at stage 0. CI runs a pairwise subset of the product, TRAIN_GPT_FULL=1 all of it.
+The reference is one rank at stage 0. CI runs a pairwise set of the product (conftest.py), TRAIN_GPT_FULL=1 all of it.
 """
 import itertools
 import json
@@ -12,12 +12,12 @@ import subprocess
 import init
 import numpy as np
 import pytest
-from util import (FULL, ROOT, built_devices, command, environment, gpt2_config, moments, ranks_of, safetensors_read,
-                  shard_write, train_gpt, weights)
+from util import (FULL, ROOT, assert_sent_as_planned, built_devices, command, environment, gpt2_config, moments,
+                  ranks_of, safetensors_read, shard_write, train_gpt, weights)
 
 CONFIG = gpt2_config(97, 24, 16, L=5, NH=3)
 STEPS = 20
-EMU_STEPS = STEPS if FULL else 4
+SHORT = STEPS if FULL else 4                     # of products of settings
 RANKS = [1, 2, 3, 4, 5, 7, 8]
 BUCKETS = [0, 15000]                                                  # a block has 7,128 parameters
 OFFLOADED = ["activations", "optimizer", "gradients", "parameters"]
@@ -57,8 +57,7 @@ def one_rank(device, tmp_path_factory):
     def get(ranks):
         if ranks not in runs:
             folder = tmp_path_factory.mktemp("one")
-            steps = STEPS if device == "cpu" else EMU_STEPS
-            runs[ranks] = train_gpt(*start(folder, steps=steps), "-b", ranks, "-g", 3, device=device,
+            runs[ranks] = train_gpt(*start(folder, steps=SHORT), "-b", ranks, "-g", 3, device=device,
                                     out=folder / "run")
         return runs[ranks]
 
@@ -90,40 +89,23 @@ def test_reduce_once(tmp_path, device, stage):
     assert gradients[0] == gradients[1]
 
 
-def pairwise(*axes):
-    """Rows of the product such that every pair of values of two axes is in one of them: greedy."""
-    rows = list(itertools.product(*axes))
-    open_pairs = {(i, row[i], j, row[j]) for row in rows for i in range(len(axes)) for j in range(i)}
-
-    def covers(row):
-        return {(i, row[i], j, row[j]) for i in range(len(axes)) for j in range(i)} & open_pairs
-
-    chosen = []
-    while open_pairs:
-        chosen.append(max(rows, key=lambda row: len(covers(row))))
-        open_pairs -= covers(chosen[-1])
-    return chosen
+def product(**options):
+    """The product of settings, of which CI runs a pairwise set."""
+    def mark(test):
+        for name, values in (("stage", [0, 1, 2, 3]), ("ranks", RANKS), ("overlap", [0, 1]), ("bucket", BUCKETS)):
+            test = pytest.mark.parametrize(name, values)(test)
+        return pytest.mark.pairwise(**options)(test)
+    return mark
 
 
-PRODUCT = (([0, 1, 2, 3]), RANKS, [0, 1], BUCKETS)
-
-
-@pytest.mark.parametrize("stage,ranks,overlap,bucket", itertools.product(*PRODUCT) if FULL else pairwise(*PRODUCT))
+@product()
 def test_stages(tmp_path, device, one_rank, stage, ranks, overlap, bucket):
-    steps = STEPS if device == "cpu" else EMU_STEPS
-    run = train_gpt(*start(tmp_path, steps=steps), *batch(ranks), "-z", stage, "--overlap", overlap,
+    run = train_gpt(*start(tmp_path, steps=SHORT), *batch(ranks), "-z", stage, "--overlap", overlap,
                     "--reduce-bucket", bucket, "--gather-bucket", bucket, ranks=ranks, device=device,
-                    out=tmp_path / "run")
+                    out=tmp_path / "run", verbose=True)
     assert_close(run, one_rank(ranks))
-    assert_bytes_as_planned(run, ranks, steps)
-
-
-def assert_bytes_as_planned(run, ranks, steps):
-    if ranks == 1:
-        return
-    sent, asked, in_steps, per_step = map(int, re.search(
-        r"sent\s+(\d+) bytes by rank 0, asked for (\d+); (\d+) in steps, (\d+) a step as planned", run.out).groups())
-    assert sent == asked and in_steps == steps * per_step
+    if ranks > 1:
+        assert_sent_as_planned(run, SHORT)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -205,7 +187,8 @@ def test_resume_from_stage_3(tmp_path, device, ranks, stage):
 def test_bytes_with_validation(tmp_path, device):
     """What a validation leaves in the ring: the steps after it send as much as others."""
     args = [*start(tmp_path, gpt2_config(97, 24, 16, L=2, NH=3), 6), *batch(3, 2), "-z", 3, "--eval-every", 2]
-    assert_bytes_as_planned(train_gpt(*args, ranks=3, device=device, out=tmp_path / "run"), 3, 6)
+    run = train_gpt(*args, ranks=3, device=device, out=tmp_path / "run", verbose=True)
+    assert_sent_as_planned(run, 6)
 
 
 def test_modes_at_stage_3(tmp_path, device):
@@ -259,7 +242,7 @@ def test_master_is_saved(tmp_path):
 
 
 def scaler(skips, scale, window, hysteresis, left=None, good=0, floor=1.0):
-    """SEMANTICS' rule: the scale each step's backward used, and the state after the last."""
+    """docs/precision.md's rule: the scale each step's backward used, and the state after the last."""
     left, used = hysteresis if left is None else left, []
     for skipped in skips:
         used.append(scale)
@@ -476,19 +459,18 @@ def wide_one_rank(device, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("stage,ranks,overlap,bucket", itertools.product(*PRODUCT) if FULL else pairwise(*PRODUCT))
+@product(without=lambda device, stage, overlap, **_: device == "emu" and (stage, overlap) != (3, 1))
 def test_wide_vocabulary(tmp_path, device, wide_one_rank, stage, ranks, overlap, bucket):
     """Grouped heads, wte and head in pieces: as one rank at stage 0, bytes as planned. At stage 2 no gradient of theirs
     is whole, at stage 3 no weight either."""
-    if device == "emu" and (stage, overlap) != (3, 1):
-        pytest.skip("all of it on the CPU")
-    steps = STEPS if device == "cpu" else 2
+    steps = SHORT if device == "cpu" else 2
     run = train_gpt(*wide_data(tmp_path, steps), *batch(ranks), "-z", stage, "--overlap", overlap, "--reduce-bucket",
-                    bucket, "--gather-bucket", bucket, ranks=ranks, device=device, out=tmp_path / "run")
+                    bucket, "--gather-bucket", bucket, ranks=ranks, device=device, out=tmp_path / "run", verbose=True)
     one = wide_one_rank(ranks, steps)
     assert_close(run, one)
     assert run.log[-1]["val_loss"] == pytest.approx(one.log[-1]["val_loss"], rel=1e-6)
-    assert_bytes_as_planned(run, ranks, steps)
+    if ranks > 1:
+        assert_sent_as_planned(run, steps)
     if stage > 1:
         assert plan_rows(run.out).get("gradients, embeddings and head", 0) == 0
     if stage == 3:                          # the final norm is: less than a twentieth of a MiB, wte alone would be 0.1
@@ -558,7 +540,7 @@ def test_zero_table(tmp_path, stage, ranks):
 
 
 def test_plans_of_the_readme():
-    """llama3-8b on eight 80 GB cards, gpt2-xl on one of 24 GB: bf16, each row by hand."""
+    """llama3-8b on eight 80 GB GPUs, gpt2-xl on one of 24 GB (docs/memory.md): bf16, each row by hand."""
     out = train_gpt("--plan", "-m", "llama3-8b", "-p", "bf16", "--gpu", "h100", "--ranks", 8, "-z", 3, "-b", 1, "-t",
                     8192, device="emu").out
     rows, mib, R, T, L, V, C, F = plan_rows(out), 2**20, 8, 8192, 32, 128256, 4096, 14336
@@ -581,16 +563,20 @@ def test_plans_of_the_readme():
     rows, psi = plan_rows(out), 48 * (12 * 1600**2 + 13 * 1600) + (50257 + 1024) * 1600 + 2 * 1600
     states = sum(rows[k] for k in ("parameters", "master weights", "gradients", "optimizer states"))
     assert states == pytest.approx(18 * psi / mib, rel=1e-3)
-    assert "does not fit" in out and out.split("does not fit")[1].split("output")[0] in (ROOT / "README.md").read_text()
+    shown = (ROOT / "docs" / "memory.md").read_text()
+    assert "does not fit" in out and out.split("does not fit")[1].split("output")[0] in shown
     assert re.search(r"-r block .* fits  --master split --offload optimizer", out)
     assert host_rows(train_gpt("--plan", "-m", "gpt2-xl", "-p", "bf16", "--gpu", "l4", "--offload", "optimizer",
                                device="emu").out)["optimizer states"] == pytest.approx(8 * psi / mib, rel=1e-3)
 
 
-@pytest.mark.parametrize("stage,micro_steps,ranks,name",
-                         pairwise([0, 1, 2, 3], [1, 3], [2, 7, 64], ["d8", "llama-60m"]))
+@pytest.mark.pairwise
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("ranks", [2, 7, 64])
+@pytest.mark.parametrize("name", ["d8", "llama-60m"])
 def test_wire_within_the_table(tmp_path, stage, micro_steps, ranks, name):
-    """At most the elements of SEMANTICS' table times (R-1)/R, padding aside; llama-60m's vocabulary is in pieces."""
+    """At most the elements of docs/zero.md's table times (R-1)/R, padding aside; llama-60m's wte is in pieces."""
     out = train_gpt("--plan", "-m", name, "-z", stage, "--ranks", ranks, "-g", micro_steps).out
     grads, params = map(float, re.search(r"of gradients ([\d.]+), all-gather of parameters ([\d.]+)", out).groups())
     psi = float(re.search(r"([\d.]+)M parameters", out)[1]) * 1e6 * 4 * (ranks - 1) / ranks / 2**20

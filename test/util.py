@@ -3,9 +3,11 @@
 Only NumPy and the standard library. The program under test is the build named by TRAIN_GPT_CPU, TRAIN_GPT_EMU or
 TRAIN_GPT_CUDA (scripts/test.sh sets them), else what lies in build/.
 """
+import itertools
 import json
 import os
 import pathlib
+import re
 import subprocess
 
 import numpy as np
@@ -13,6 +15,18 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FULL = os.environ.get("TRAIN_GPT_FULL") == "1"
+
+
+def pairwise(rows, values_of):
+    """Of rows, so many that each pair of values that a row has is in one that is taken: greedy. values_of(row) is
+    {axis: value}; of one axis each value is."""
+    cells = [list(values_of(row).items()) for row in rows]
+    pairs = [set(itertools.combinations(row, min(2, len(row)))) for row in cells]
+    open_pairs, chosen = set().union(*pairs), []
+    while open_pairs:
+        chosen.append(max(range(len(rows)), key=lambda i: len(pairs[i] & open_pairs)))
+        open_pairs -= pairs[chosen[-1]]
+    return [rows[i] for i in sorted(chosen)]
 
 
 # ---- the program ------------------------------------------------------------------------------------------------
@@ -81,15 +95,17 @@ def environment(**extra):
     return env
 
 
-def train_gpt(*args, ranks=1, device="cpu", out=None, ok=True, timeout=300, wrapper=(), cwd=ROOT, **env):
+def train_gpt(*args, ranks=1, device="cpu", out=None, ok=True, timeout=300, wrapper=(), cwd=ROOT, verbose=False, **env):
     """Runs the program; with ok it must end with 0, without it must not, with ok=None it may do either. Skips what this
-    machine cannot run."""
+    machine cannot run. verbose: it prints what it sends and waits for as well."""
     if not binary(device).exists():
         pytest.skip(f"{device} is not built")
     if device == "cuda" and ranks > num_gpus():
         pytest.skip(f"{ranks} ranks need {ranks} GPUs, have {num_gpus()}")
     if out is not None:
         args = (*args, "-o", out)
+    if verbose:
+        args = (*args, "--verbose")
     process = subprocess.run(command(args, ranks, device, wrapper), capture_output=True, text=True, errors="replace",
                              timeout=timeout, env=environment(**env), cwd=cwd, stdin=subprocess.DEVNULL)
     run = Run(process, pathlib.Path(out) if out is not None else None)
@@ -98,6 +114,13 @@ def train_gpt(*args, ranks=1, device="cpu", out=None, ok=True, timeout=300, wrap
     elif ok is False:
         assert run.code != 0, f"was not refused: {args}\n{run.out[-2000:]}"
     return run
+
+
+def assert_sent_as_planned(run, steps):
+    """Of a run with verbose=True on several ranks: what was asked for was sent, and steps sent what the plan says."""
+    sent, asked, in_steps, per_step = map(int, re.search(
+        r"sent\s+(\d+) bytes by rank 0, asked for (\d+); (\d+) in steps, (\d+) a step as planned", run.out).groups())
+    assert sent == asked and in_steps == steps * per_step
 
 
 def ranks_of(launcher):

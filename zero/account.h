@@ -1,11 +1,10 @@
 /* account.h: what can be said of a run without changing it: the bytes that a step sends, by the same arithmetic as the
  * collectives, and hashes of what the ranks hold. */
 #pragma once
-#include "stages.h"
+#include "update.h"
 
 /* Bytes this rank sends in one step, by the same arithmetic as the collectives. */
 typedef struct WireBytes { size_t gradients, parameters, sums, optimizer; } WireBytes;
-static size_t optimizer_wire_bytes(const Zero* z);   // update.h
 
 /* Elements that the ring gathers in one step: zero_params_begin without doing it. */
 static size_t ring_gathered_elems(const Zero* z)
@@ -30,7 +29,7 @@ static WireBytes zero_wire_bytes(const Zero* z)
     const Comm* c = z->comm;
     WireBytes bytes = {};
     bytes.sums = comm_all_reduce_bytes(c, NUM_STEP_SUMS, sizeof(double));
-    bytes.optimizer = optimizer_wire_bytes(z);
+    bytes.optimizer = phase_wire_bytes(z);
     for (int u = 0; u < s->num_units; u++) {
         size_t count = s->units[u].range.count, slice = count / s->num_ranks;
         size_t num_reductions = unit_in_ring(&z->grad_buckets, u) ? z->num_micro_steps : 1;
@@ -73,10 +72,10 @@ static unsigned long long zero_state_hash(Zero* z)
             Range part = tensor_part(&shard->tensors[t], slice);
             if (part.count == 0) continue;
             size_t logical = shard->tensors[t].logical_first + (part.first - shard->tensors[t].first);
-            for (StateKind kind : {STATE_WEIGHTS, STATE_M, STATE_V})
-                if (kind == STATE_WEIGHTS || zero_has_moment(z, kind - STATE_M, &shard->tensors[t]))
-                    state_hash_accumulate(z->hash, zero_state(z, kind, u, part.first), part.count,
-                                          kind * shard->num_params + logical, z->compute);
+            for (int state = 0; state < NUM_STATES; state++)
+                if (state_is_kept(z, state, &shard->tensors[t]))
+                    state_hash_accumulate(z->hash, zero_state(z, state, u, part.first), part.count,
+                                          state * shard->num_params + logical, z->compute);
         }
     }
     comm_all_reduce(z->comm, z->hash, 1, ncclUint64, z->compute);
@@ -95,12 +94,10 @@ static unsigned long long zero_replica_hash(Zero* z)
                                                                   : Values{z->unit_params[u], FLOATX_DTYPE, nullptr},
                                   range.count, range.first, z->compute);
         if (zero_slices_states(z)) continue;
-        if (z->moment1 != nullptr)
-            state_hash_accumulate(z->hash, zero_state(z, STATE_M, u, range.first), range.count,
-                                  shard->num_elems + range.first, z->compute);
-        if (z->moment2 != nullptr)
-            state_hash_accumulate(z->hash, zero_unit_v(z, u), range.count - zero_v_gap(z, u, SIZE_MAX),
-                                  2 * shard->num_elems + range.first, z->compute);
+        for (int k = 0; k < MAX_STATES; k++)
+            if (z->states[k] != nullptr)
+                state_hash_accumulate(z->hash, zero_unit_state(z, k, u), zero_state_elems(z, k, u),
+                                      (STATE_FIRST + k) * shard->num_elems + range.first, z->compute);
     }
     return hash_end(z);
 }

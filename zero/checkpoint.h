@@ -1,7 +1,7 @@
 /* checkpoint.h: a checkpoint is a Hugging Face folder, readable by transformers as it is:
  *   OUT/step_00000010/config.json            the model
  *                     model.safetensors      weights (the fp32 master where there is one), HF names and shapes
- *                     optimizer.safetensors  NAME.m and NAME.v for each tensor, fp32
+ *                     optimizer.safetensors  NAME.m, NAME.v ... for each tensor, fp32: the optimizer's states
  *                     state.json             step, data position, counters, what the run was: RunState; and checksums
  *                     tokenizer.json         if there is one
  * Any rank count and stage resumes any other: each rank reads its slice, and at stage 0 gets those of the others from
@@ -32,19 +32,13 @@ typedef struct RunState {
     char flags[2048];                   // what shapes the run, "NAME=VALUE\n" each; empty in older checkpoints
 } RunState;
 
-/* What is saved of each element, by the suffix of its tensor's name; the weights in a file of their own. */
-static const char* const state_suffixes[NUM_STATES] = {"", ".m", ".v"};
 static const int STATE_NAME_BYTES = 80;
 
-static void state_name(char (&name)[STATE_NAME_BYTES], const Tensor* t, int state)
+/* A state's name in the files: its tensor's, and behind a dot what the optimizer calls it. */
+static void state_name(char (&name)[STATE_NAME_BYTES], const Zero* z, const Tensor* t, int state)
 {
-    snprintf(name, sizeof name, "%s%s", t->name, state_suffixes[state]);
-}
-
-/* Does the optimizer keep it of tensor t? */
-static bool state_is_kept(const Zero* z, int state, const Tensor* t)
-{
-    return state == STATE_WEIGHTS || zero_has_moment(z, state - STATE_M, t);
+    if (state == STATE_WEIGHTS) snprintf(name, sizeof name, "%s", t->name);
+    else snprintf(name, sizeof name, "%s.%s", t->name, z->optimizer->states[state - STATE_FIRST]);
 }
 
 // ------------------------------------------------------------------------------------------------------- checksums
@@ -198,13 +192,13 @@ static bool checkpoint_find(const char* folder, bool complete, char (&path)[4096
 static SafeTensors* optimizer_plan(const Zero* z, const char* path)
 {
     const Shard* s = z->shard;
-    size_t count = (size_t)s->num_tensors * (NUM_STATES - STATE_M), num_kept = 0;
+    size_t count = (size_t)s->num_tensors * MAX_STATES, num_kept = 0;
     SafeTensor* list = (SafeTensor*)malloc_checked(count * sizeof *list);
     char (*names)[STATE_NAME_BYTES] = (char (*)[STATE_NAME_BYTES])malloc_checked(count * STATE_NAME_BYTES);
     for (const Tensor* t = s->tensors; t < s->tensors + s->num_tensors; t++) {
-        for (int state = STATE_M; state < NUM_STATES && tensor_is_first_piece(t); state++) {
+        for (int state = STATE_FIRST; state < NUM_STATES && tensor_is_first_piece(t); state++) {
             if (!state_is_kept(z, state, t)) continue;
-            state_name(names[num_kept], t, state);
+            state_name(names[num_kept], z, t, state);
             list[num_kept] = tensor_in_file(t, names[num_kept], SafeDtype::F32);
             num_kept++;
         }
@@ -271,7 +265,7 @@ static void state_json_write(const RunState* s, const Zero* z, const uint64_t* s
         for (int i = 0; i < z->shard->num_tensors; i++) {
             const Tensor* t = &z->shard->tensors[i];
             if (!tensor_is_first_piece(t) || !state_is_kept(z, state, t)) continue;
-            state_name(name, t, state);
+            state_name(name, z, t, state);
             json_add_string(tensors, name, hex_text(sums[state * z->shard->num_tensors + i], hex));
         }
     }
@@ -340,13 +334,13 @@ static void load_optimizer(CheckpointLoad* l)
     SafeTensors* files = l->reads ? safetensors_open(path) : nullptr;
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
-        for (int state = STATE_M; state < NUM_STATES; state++) {
-            state_name(name, t, state);
+        for (int state = STATE_FIRST; state < NUM_STATES; state++) {
             if (!state_is_kept(z, state, t)) continue;
+            state_name(name, z, t, state);
             const SafeTensor* st = l->reads ? safetensors_get(files, name) : nullptr;
             if (l->reads) ensure_shape(files, st, t);
             watch_move(z->comm->watch, "reading a tensor", tensor_elems(t));
-            state_read(z, (StateKind)state, t, files, st, l->shared,
+            state_read(z, state, t, files, st, l->shared,
                        &l->sums[state * s->num_tensors + tensor_first_piece(s, i)]);
         }
     }
@@ -372,7 +366,7 @@ static void load_verify(void* arg)
         for (int i = 0; i < s->num_tensors; i++) {
             const Tensor* t = &s->tensors[i];
             if (!tensor_is_first_piece(t) || !state_is_kept(l->zero, state, t)) continue;
-            state_name(name, t, state);
+            state_name(name, l->zero, t, state);
             const char* want = json_string(tensors, name, l->folder);
             ENSURE(strcmp(want, hex_text(l->sums[state * s->num_tensors + i], hex)) == 0,
                    "%s/%s.safetensors: tensor %s is not as it was written: its checksum is %s, state.json says %s",

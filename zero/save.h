@@ -63,8 +63,8 @@ static void saver_plan(Saver* s, Zero* z, Plan* plan)
     for (int state = 0; state < NUM_STATES; state++) {
         bool kept = false;
         for (int t = 0; t < z->shard->num_tensors; t++) kept = kept || state_is_kept(z, state, &z->shard->tensors[t]);
-        size_t elems = kept ? z->shard->num_elems / z->shard->num_ranks : 0;
-        plan_add(plan, "states being saved", Place::HOST, &s->values[state], elems);
+        const size_t elems = z->shard->num_elems / z->shard->num_ranks;
+        if (kept) plan_add(plan, "states being saved", Place::HOST, &s->values[state], elems);
     }
 }
 
@@ -74,7 +74,7 @@ static Values state_saved(const Saver* s, int state, const Tensor* t, Range part
     const Shard* shard = s->zero->shard;
     Range slice = shard_slice(shard, t->unit, s->zero->comm->rank);
     float* at = s->values[state] + shard_packed_first(shard, t->unit) + (part.first - slice.first);
-    Dtype dtype = zero_state(s->zero, (StateKind)state, t->unit, part.first).dtype;
+    Dtype dtype = zero_state(s->zero, state, t->unit, part.first).dtype;
     return Values{at, dtype, dtype == Dtype::SPLIT ? (unsigned short*)at + part.count : nullptr};
 }
 
@@ -140,7 +140,7 @@ static bool save_slices(Saver* s, int owner, char (&why)[1024])
         if (!state_is_kept(s->zero, state, t)) continue;
         Range part = tensor_part(t, shard_slice(shard, t->unit, owner));
         const Values values = own ? state_saved(s, state, t, part) : Values{};
-        state_name(name, t, state);
+        state_name(name, s->zero, t, state);
         SaveChunk k = {state == STATE_WEIGHTS ? s->weights : s->optimizer, nullptr, 0, 0, nullptr};
         k.tensor = safetensors_get(k.files, name);
         if (s->gathers) watch_move(c->watch, "a save, where rank 0 writes for all", part.count);
@@ -298,7 +298,7 @@ static void states_copy(Saver* s)
         const Tensor* t = &z->shard->tensors[i % z->shard->num_tensors];
         Range part = tensor_part(t, shard_slice(z->shard, t->unit, z->comm->rank));
         if (part.count == 0 || !state_is_kept(z, state, t)) continue;
-        Values to = state_saved(s, state, t, part), from = zero_state(z, (StateKind)state, t->unit, part.first);
+        Values to = state_saved(s, state, t, part), from = zero_state(z, state, t->unit, part.first);
         size_t size_bytes = part.count * dtype_bytes(from.dtype);
         CUDA_CHECK(cudaMemcpyAsync(to.at, from.at, size_bytes, cudaMemcpyDefault, z->d2h));
         if (from.low != nullptr)

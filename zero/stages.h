@@ -98,9 +98,9 @@ typedef struct Zero {
     char* sent;                 // one bucket as it is sent, where that is in another type than it is kept in
     // optimizer
     const OptimizerRow* optimizer;
-    char *moment1, *moment2;    // m and v, each where the optimizer has it: (P) stage 0, (P/R) else; see zero_v_first
-    size_t* v_first;            // (num_units) where the v of what this rank updates of unit u starts
-    size_t num_fp32_v;          // of the fp32 unit
+    char* states[MAX_STATES];   // by slot, null where there is none: (P) stage 0, (P/R) else; see zero_unit_state
+    size_t* gapped_first;       // (num_units) where unit u starts in slot GAPPED_STATE, of what this rank updates
+    size_t num_fp32_gapped;     // of the fp32 unit
     int* first_of_name;         // (num_tensors) the first tensor of that name: the place in LAMB's sums
     double *lamb_sums, *lamb_scratch;   // (num_tensors,2)
     struct MuonSpace* muon;
@@ -191,11 +191,11 @@ static Values zero_reduced_grad(const Zero* z, int u, size_t flat)
                        num_fp32_states(z));
 }
 
-/* How many of the elements that this rank updates of unit u before `flat` have no v: Muon keeps none of hidden
- * matrices. What lies between two tensors goes with the second. */
-static size_t zero_v_gap(const Zero* z, int u, size_t flat)
+/* How many of the elements that this rank updates of unit u before `flat` have no state in slot GAPPED_STATE: those of
+ * hidden matrices, of which Muon keeps less. What lies between two tensors goes with the second. */
+static size_t zero_gap(const Zero* z, int u, size_t flat)
 {
-    if (z->optimizer->optimizer != Optimizer::MUON) return 0;
+    if (z->optimizer->hidden_states > GAPPED_STATE) return 0;
     Range owned = zero_owned(z, u);
     size_t gap = 0, end_before = owned.first;
     const Unit* unit = &z->shard->units[u];
@@ -209,279 +209,45 @@ static size_t zero_v_gap(const Zero* z, int u, size_t flat)
     return gap;
 }
 
-/* What the optimizer keeps of each element. */
-enum StateKind { STATE_WEIGHTS, STATE_M, STATE_V, NUM_STATES };
+/* What is kept of each element: the weights, and slot k of the optimizer's states as STATE_FIRST + k. */
+enum { STATE_WEIGHTS, STATE_FIRST, NUM_STATES = STATE_FIRST + MAX_STATES };
 
-/* The v of what this rank updates of unit u. */
-static Values zero_unit_v(const Zero* z, int u)
+/* Of tensor t? */
+static bool state_is_kept(const Zero* z, int state, const Tensor* t)
 {
-    return unit_values(z, z->moment2, z->storage.moments, u, z->v_first[u], z->num_fp32_v);
+    const int k = state - STATE_FIRST;
+    if (state == STATE_WEIGHTS) return true;
+    return z->optimizer->states[k] != nullptr && !(t->hidden && k >= z->optimizer->hidden_states);
+}
+
+/* How many elements slot k has of what this rank updates of unit u. */
+static size_t zero_state_elems(const Zero* z, int k, int u)
+{
+    if (z->optimizer->states[k] == nullptr) return 0;
+    return zero_owned(z, u).count - (k == GAPPED_STATE ? zero_gap(z, u, SIZE_MAX) : 0);
+}
+
+/* Slot k of what this rank updates of unit u. */
+static Values zero_unit_state(const Zero* z, int k, int u)
+{
+    const bool gapped = k == GAPPED_STATE;
+    return unit_values(z, z->states[k], z->storage.moments, u, gapped ? z->gapped_first[u] : zero_state_first(z, u),
+                       gapped ? z->num_fp32_gapped : num_fp32_states(z));
 }
 
 /* Where this rank keeps element `flat` of what it updates of unit u, and how: to the optimizer each is a float. */
-static Values zero_state(const Zero* z, StateKind kind, int u, size_t flat)
+static Values zero_state(const Zero* z, int state, int u, size_t flat)
 {
-    size_t at = zero_state_first(z, u) + (flat - zero_owned(z, u).first), num_fp32 = num_fp32_states(z);
-    if (kind == STATE_M) return unit_values(z, z->moment1, z->storage.moments, u, at, num_fp32);
-    if (kind == STATE_V)
-        return values_from(zero_unit_v(z, u), flat - zero_owned(z, u).first - zero_v_gap(z, u, flat));
+    const int k = state - STATE_FIRST;
+    size_t at = flat - zero_owned(z, u).first;
+    if (state != STATE_WEIGHTS)
+        return values_from(zero_unit_state(z, k, u), at - (k == GAPPED_STATE ? zero_gap(z, u, flat) : 0));
     if (unit_is_fp32(z->shard, u)) return values_of(z->fp32_params + (flat - z->shard->units[u].range.first));
     floatX* param = zero_own_param(z, u, flat);
-    at -= num_fp32;
+    at += zero_state_first(z, u) - num_fp32_states(z);
     if (z->storage.master == FLOATX_DTYPE) return Values{param, FLOATX_DTYPE, nullptr};
     if (z->storage.master == Dtype::SPLIT) return Values{param, Dtype::SPLIT, (unsigned short*)z->master + at};
     return values_of((float*)z->master + at);
-}
-
-/* Does the optimizer keep m (k 0) or v (k 1) of tensor t? */
-static bool zero_has_moment(const Zero* z, int k, const Tensor* t)
-{
-    if (k == 0) return z->optimizer->has_m;
-    return z->optimizer->has_v && !(z->optimizer->optimizer == Optimizer::MUON && t->hidden);
-}
-
-// ------------------------------------------------------------------------------------------------- memory, streams
-static size_t max_count(size_t a, size_t b) { return a > b ? a : b; }
-
-static void plan_gradients(Zero* z, Plan* plan)
-{
-    const Shard* s = z->shard;
-    const Buckets* buckets = &z->grad_buckets;
-    const Place D = Place::DEVICE;
-    size_t resident = 0, folded = 0, largest_folded = 0, largest = 0;
-    bool converts = false;
-    for (int u = 0; u < s->num_units; u++) {
-        size_t count = s->units[u].range.count;
-        if (z->resident[u]) resident += count;
-        if (unit_folds(z, u)) folded += count;
-        if (unit_folds(z, u) && count > largest_folded) largest_folded = count;
-        Dtype whole = unit_folds(z, u) ? z->storage.grads : Dtype::FP32;
-        converts = converts || (count > 0 && whole != unit_storage(z, u).sent);
-    }
-    for (int b = 0; b < buckets->num_buckets; b++) largest = max_count(largest, bucket_range(buckets, s, b).count);
-    if (zero_slices_grads(z)) {
-        for (int k = 0; k < buckets->num_slots; k++)
-            plan_add(plan, "gradients, ring of whole units", D, &z->grad_ring[k], buckets->slot_elems);
-        plan_add(plan, "gradients, embeddings and head", D, &z->resident_grads, resident);
-        plan_add(plan, "gradients, slice", zero_place(z, OFFLOAD_GRADIENTS), &z->grad_slices,
-                 values_bytes(s->num_elems / s->num_ranks, z->storage.grads, num_fp32_states(z)));
-    } else if (folded > 0) {
-        plan_add(plan, "gradients", D, &z->grads, folded * dtype_bytes(z->storage.grads));
-        plan_add(plan, "gradients, embeddings and head", D, &z->resident_grads, resident);
-        plan_add(plan, "gradients, one unit in fp32", D, &z->grad_ring[0], largest_folded);
-    } else {
-        plan_add(plan, "gradients", D, &z->grads, s->num_elems * sizeof(float));
-    }
-    if (converts && s->num_ranks > 1)
-        plan_add(plan, "gradients, as they are sent", D, &z->sent, largest * dtype_bytes(z->storage.sent));
-}
-
-static void plan_params(Zero* z, Plan* plan)
-{
-    const Shard* s = z->shard;
-    size_t kept = 0, slices = 0, fp32 = s->num_fp32_units > 0 ? s->units[0].range.count : 0;
-    for (int u = s->num_fp32_units; u < s->num_units; u++) {
-        if (unit_in_ring(&z->param_buckets, u)) slices += s->units[u].range.count / s->num_ranks;
-        else kept += s->units[u].range.count;
-    }
-    plan_add(plan, z->stage == 3 ? "parameters kept whole" : "parameters", Place::DEVICE, &z->params, kept);
-    if (fp32 > 0) plan_add(plan, "parameters in fp32", Place::DEVICE, &z->fp32_params, fp32);
-    if (fp32 > 0 && z->rounds_fp32)
-        plan_add(plan, "parameters in fp32, rounded", Place::DEVICE, &z->fp32_rounded, fp32);
-    if (slices > 0) plan_add(plan, "parameters, slice", zero_place(z, OFFLOAD_PARAMETERS), &z->param_slices, slices);
-    for (int k = 0; k < z->param_buckets.num_slots; k++)
-        plan_add(plan, "parameters, ring of whole units", Place::DEVICE, &z->param_ring[k],
-                 z->param_buckets.slot_elems);
-}
-
-/* Of the `count` elements that this rank updates; the fp32 unit is its own master. */
-static void plan_master(Zero* z, Plan* plan, size_t count)
-{
-    Dtype master = z->storage.master;
-    count -= num_fp32_states(z);
-    if (master != FLOATX_DTYPE)
-        plan_add(plan, master == Dtype::SPLIT ? "master weights, lower halves" : "master weights",
-                 zero_place(z, OFFLOAD_OPTIMIZER), &z->master, count * dtype_bytes(master));
-    if (master != Dtype::FP32 || z->storage.moments != Dtype::FP32)
-        plan_add(plan, "between files and device", Place::HOST, &z->halves, 2 * BOUNCE_ELEMS);
-}
-
-static void plan_muon(Zero* z, Plan* plan);   // update.h
-
-static void plan_optimizer(Zero* z, Plan* plan, size_t state_elems)
-{
-    const Shard* s = z->shard;
-    const Place place = zero_place(z, OFFLOAD_OPTIMIZER);
-    size_t v_elems = 0;
-    z->v_first = (size_t*)malloc_checked(s->num_units * sizeof(size_t));
-    z->first_of_name = (int*)malloc_checked(s->num_tensors * sizeof(int));
-    for (int u = 0; u < s->num_units; u++) {
-        z->v_first[u] = v_elems;
-        v_elems += zero_owned(z, u).count - zero_v_gap(z, u, SIZE_MAX);
-    }
-    for (int t = 0; t < s->num_tensors; t++) {
-        z->first_of_name[t] = 0;
-        while (strcmp(s->tensors[z->first_of_name[t]].name, s->tensors[t].name) != 0) z->first_of_name[t]++;
-    }
-    z->num_fp32_v = s->num_fp32_units == 0 ? 0 : s->num_units > 1 ? z->v_first[1] : v_elems;
-    if (z->optimizer->has_m)
-        plan_add(plan, "optimizer states", place, &z->moment1,
-                 values_bytes(state_elems, z->storage.moments, num_fp32_states(z)));
-    if (z->optimizer->has_v)
-        plan_add(plan, "optimizer states", place, &z->moment2,
-                 values_bytes(v_elems, z->storage.moments, z->num_fp32_v));
-    if (z->optimizer->optimizer == Optimizer::LAMB) {
-        plan_add(plan, "LAMB's norms", Place::DEVICE, &z->lamb_sums, 2 * (size_t)s->num_tensors);
-        plan_add(plan, "LAMB's norms", Place::DEVICE, &z->lamb_scratch, lamb_scratch_elems());
-    }
-    if (z->optimizer->optimizer == Optimizer::MUON) plan_muon(z, plan);
-}
-
-/* Adds every buffer of this stage to the plan; pointers are valid after plan_allocate and zero_start. */
-static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const ZeroConfig* config)
-{
-    *z = Zero{};
-    z->comm = comm;
-    z->shard = shard;
-    z->stage = config->stage;
-    z->training = config->training;
-    z->storage = config->storage;
-    z->offloaded = config->offloaded;
-    z->optimizer = config->optimizer;
-    z->rounds_fp32 = config->rounds_fp32;
-    z->overlap = config->overlap;
-    z->reduces_once = config->reduces_once;
-    z->num_micro_steps = config->num_micro_steps;
-    z->visits = config->visits;
-    z->num_visits = config->num_visits;
-    z->resident = (bool*)malloc_checked(shard->num_units * sizeof(bool));
-    memcpy(z->resident, config->resident, shard->num_units * sizeof(bool));
-    bool *kept = (bool*)malloc_checked(2 * shard->num_units * sizeof(bool)), *kept_grads = kept + shard->num_units;
-    for (int u = 0; u < shard->num_units; u++) {
-        kept_grads[u] = !zero_slices_grads(z) || config->resident[u];
-        kept[u] = z->stage < 3 || config->resident[u] || shard->units[u].range.count < config->persist_below;
-    }
-    buckets_build(&z->grad_buckets, shard, kept_grads, config->reduce_bucket);
-    buckets_build(&z->param_buckets, shard, kept, config->gather_bucket);
-    free(kept);
-    size_t whole = shard->num_elems, state = zero_slices_states(z) ? whole / shard->num_ranks : whole;
-    plan_params(z, plan);
-    plan_master(z, plan, state);
-    size_t largest_bytes = 0;
-    for (int u = 0; u < shard->num_units; u++)
-        largest_bytes = max_count(largest_bytes, shard->units[u].range.count * dtype_bytes(unit_storage(z, u).sent));
-    if (z->training && config->deterministic && shard->num_ranks > 1)
-        plan_add(plan, "gradients, pieces of all ranks", Place::DEVICE, &comm->pieces, largest_bytes);
-    if (z->training) {
-        plan_gradients(z, plan);
-        plan_optimizer(z, plan, state);
-    }
-    plan_add(plan, "step sums and scratch", Place::DEVICE, &z->step_sums, NUM_STEP_SUMS);
-    plan_add(plan, "step sums and scratch", Place::DEVICE, &z->norm_scratch, global_norm_scratch_elems());
-    plan_add(plan, "step sums and scratch", Place::DEVICE, &z->state, 1);
-    plan_add(plan, "step sums and scratch", Place::DEVICE, &z->hash, 1);
-    plan_add(plan, "step sums and scratch", Place::DEVICE, &z->grad_parts, shard->num_tensors);
-    plan_add(plan, "step sums and scratch", Place::DEVICE, &z->found, 2 * shard->num_tensors);
-    plan_add(plan, "step results", Place::HOST, &z->h_found, shard->num_tensors);
-    plan_add(plan, "step results", Place::HOST, &z->h_state, 2);
-    plan_add(plan, "step results", Place::HOST, &comm->progress, WATCH_STREAMS);
-    plan_add(plan, "between files and device", Place::HOST, &z->bounce, BOUNCE_ELEMS);
-}
-
-/* The tables of where each unit is. */
-static void zero_place_units(Zero* z)
-{
-    const Shard* s = z->shard;
-    z->unit_grads = (float**)malloc_checked(s->num_units * sizeof(float*));
-    z->whole_grads = (Values*)malloc_checked(s->num_units * sizeof(Values));
-    Values folded = {z->grads, z->storage.grads, nullptr};
-    z->unit_params = (floatX**)malloc_checked(s->num_units * sizeof(floatX*));
-    z->own_params = (floatX**)malloc_checked(s->num_units * sizeof(floatX*));
-    float* resident = z->resident_grads;
-    floatX *kept = z->params, *slices = z->param_slices;
-    for (int u = 0; u < s->num_units; u++) {
-        Range range = s->units[u].range;
-        const Buckets *grads = &z->grad_buckets, *params = &z->param_buckets;
-        int grad_slot = grads->slot[grads->of_unit[u]], param_slot = params->slot[params->of_unit[u]];
-        bool folds = unit_folds(z, u);
-        if (!z->training) z->unit_grads[u] = nullptr;
-        else if (folds) z->unit_grads[u] = z->grad_ring[0];
-        else if (grad_slot != NOT_IN_RING) z->unit_grads[u] = z->grad_ring[grad_slot] + unit_ring_offset(grads, s, u);
-        else if (z->resident_grads != nullptr) { z->unit_grads[u] = resident; resident += range.count; }
-        else z->unit_grads[u] = (float*)z->grads + range.first;
-        z->whole_grads[u] = folds ? folded : values_of(z->unit_grads[u]);
-        if (folds) folded = values_from(folded, range.count);
-        if (unit_is_fp32(s, u)) {
-            z->unit_params[u] = z->fp32_rounded;
-            z->own_params[u] = nullptr;
-        } else if (param_slot != NOT_IN_RING) {
-            z->unit_params[u] = z->param_ring[param_slot] + unit_ring_offset(params, s, u);
-            z->own_params[u] = slices;
-            slices += range.count / s->num_ranks;
-        } else {
-            z->unit_params[u] = kept;
-            z->own_params[u] = kept + (zero_owned(z, u).first - range.first);
-            kept += range.count;
-        }
-    }
-}
-
-/* The table of nonfinite_find. */
-static void zero_place_grad_parts(Zero* z)
-{
-    const Shard* s = z->shard;
-    GradPart* parts = (GradPart*)malloc_checked(s->num_tensors * sizeof *parts);
-    for (int t = 0; t < s->num_tensors; t++) {
-        int u = s->tensors[t].unit;
-        Range part = tensor_part(&s->tensors[t], shard_slice(s, u, z->comm->rank));
-        parts[t] = GradPart{part.count > 0 ? zero_reduced_grad(z, u, part.first) : Values{}, part.count};
-    }
-    CUDA_CHECK(cudaMemcpy(z->grad_parts, parts, s->num_tensors * sizeof *parts, cudaMemcpyHostToDevice));
-    free(parts);
-}
-
-/* After plan_allocate: streams, events, tables. What is waited for first is recorded here: nothing to wait for yet. */
-static void zero_start(Zero* z)
-{
-    CUDA_CHECK(cudaStreamCreateWithFlags(&z->compute, cudaStreamNonBlocking));
-    z->reduce = z->gather = z->d2h = z->compute;
-    if (z->overlap)
-        for (cudaStream_t* stream : {&z->reduce, &z->gather, &z->d2h})
-            CUDA_CHECK(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
-    profile_stream(z->compute, "compute");
-    profile_stream(z->reduce, "reduce");
-    profile_stream(z->gather, "gather");
-    for (cudaEvent_t* event : {&z->edge, &z->states_copied, &z->grad_ring_free[0], &z->grad_ring_free[1]})
-        CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
-    CUDA_CHECK(cudaEventRecord(z->states_copied, z->d2h));
-    for (int k = 0; k < RING_SIZE; k++) {
-        CUDA_CHECK(cudaEventRecord(z->grad_ring_free[k], z->reduce));
-        z->held[k] = -1;
-    }
-    z->params_ready = (cudaEvent_t*)malloc_checked(z->param_buckets.num_buckets * sizeof(cudaEvent_t));
-    for (int b = 0; b < z->param_buckets.num_buckets; b++) {
-        CUDA_CHECK(cudaEventCreateWithFlags(&z->params_ready[b], cudaEventDisableTiming));
-        CUDA_CHECK(cudaEventRecord(z->params_ready[b], z->gather));
-    }
-    zero_place_units(z);
-    if (z->training) zero_place_grad_parts(z);
-    comm_shows_progress(z->comm, true);
-}
-
-static void zero_free(Zero* z)
-{
-    comm_shows_progress(z->comm, false);
-    for (cudaEvent_t event : {z->edge, z->states_copied, z->grad_ring_free[0], z->grad_ring_free[1]})
-        CUDA_CHECK(cudaEventDestroy(event));
-    for (int b = 0; b < z->param_buckets.num_buckets; b++) CUDA_CHECK(cudaEventDestroy(z->params_ready[b]));
-    CUDA_CHECK(cudaStreamDestroy(z->compute));
-    if (z->overlap)
-        for (cudaStream_t stream : {z->reduce, z->gather, z->d2h}) CUDA_CHECK(cudaStreamDestroy(stream));
-    free(z->params_ready);
-    free(z->unit_grads);
-    free(z->whole_grads);
-    free(z->unit_params);
-    free(z->own_params);
 }
 
 /* The compute stream waits for what moves between ranks. */
@@ -696,9 +462,9 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
 
 // ------------------------------------------------------------------------------------------------- host and device
 /* out (count <= BOUNCE_ELEMS, pinned) = the floats of a state from element `flat` of unit u on. Synchronises. */
-static void zero_state_to_host(Zero* z, StateKind kind, int u, size_t flat, size_t count, float* out)
+static void zero_state_to_host(Zero* z, int state, int u, size_t flat, size_t count, float* out)
 {
-    Values from = zero_state(z, kind, u, flat);
+    Values from = zero_state(z, state, u, flat);
     void* to = from.dtype == Dtype::FP32 ? (void*)out : z->halves;
     size_t size_bytes = count * dtype_bytes(from.dtype);
     CUDA_CHECK(cudaMemcpyAsync(to, from.at, size_bytes, cudaMemcpyDefault, z->compute));
@@ -711,9 +477,9 @@ static void zero_state_to_host(Zero* z, StateKind kind, int u, size_t flat, size
 }
 
 /* The way back: what is kept in 16 bits is rounded to nearest. `values` (pinned) is overwritten. Synchronises. */
-static void zero_state_from_host(Zero* z, StateKind kind, int u, size_t flat, size_t count, float* values)
+static void zero_state_from_host(Zero* z, int state, int u, size_t flat, size_t count, float* values)
 {
-    Values to = zero_state(z, kind, u, flat);
+    Values to = zero_state(z, state, u, flat);
     void* from = to.dtype == Dtype::FP32 ? (void*)values : z->halves;
     size_t size_bytes = count * dtype_bytes(to.dtype);
     const Values halves = {z->halves, to.dtype, to.low != nullptr ? z->halves + BOUNCE_ELEMS : nullptr};
@@ -722,7 +488,7 @@ static void zero_state_from_host(Zero* z, StateKind kind, int u, size_t flat, si
     if (to.low != nullptr)
         CUDA_CHECK(cudaMemcpyAsync(to.low, halves.low, size_bytes, cudaMemcpyDefault, z->compute));
     floatX* param = unit_is_fp32(z->shard, u) ? (floatX*)to.at : zero_own_param(z, u, flat);
-    if (kind == STATE_WEIGHTS && (void*)param != to.at) {   // a master, of which the parameter is a rounded copy
+    if (state == STATE_WEIGHTS && (void*)param != to.at) {   // a master, of which the parameter is a rounded copy
         CUDA_CHECK(cudaStreamSynchronize(z->compute));
         floatX* rounded = (floatX*)values;                  // in place: what is written is never ahead of what is read
         for (size_t i = 0; i < count; i++) {

@@ -7,8 +7,9 @@
  *         gathers would send R - 1 times as much and do all the arithmetic on every rank. At stage 0 gradients are
  *         whole everywhere, and each rank does all matrices itself: no bytes, but no share either. */
 #pragma once
+#include "kernels/lamb.cuh"
 #include "kernels/muon.cuh"
-#include "account.h"
+#include "stages.h"
 
 // ------------------------------------------------------------------------------------------------------------ units
 /* `range` of unit u from `first` on, as far as OPTIMIZER_MAX_RUNS tensors go: what one launch takes. */
@@ -24,35 +25,38 @@ static Range unit_chunk(const Zero* z, int u, Range range, size_t first)
 }
 
 /* The runs of `range` of unit u, within what this rank owns. Padding between tensors goes along: its gradient is 0, it
- * stays 0. Muon's two halves are `hidden_ones` and the rest. What is kept in fp32 is not rounded at random. */
+ * stays 0. Muon's two halves are `hidden_ones` and the rest. What is kept in fp32 is not rounded stochastically. */
 static OptimizerRuns unit_runs(const Zero* z, int u, Range range, bool hidden_ones)
 {
     OptimizerRuns runs = {};
     const Unit* unit = &z->shard->units[u];
-    const bool muon = z->optimizer->optimizer == Optimizer::MUON, lamb = z->optimizer->optimizer == Optimizer::LAMB;
+    const bool norms = z->optimizer->phase == TensorPhase::NORMS;
+    const bool matrices = z->optimizer->phase == TensorPhase::MATRICES;
     for (int t = unit->first_tensor; t < unit->first_tensor + unit->num_tensors; t++) {
         const Tensor* tensor = &z->shard->tensors[t];
         Range part = tensor_part(tensor, range);
         if (part.count > 0)
             runs_extend(&runs, part.first + part.count - range.first, tensor->weight_decay, tensor->lr_factor,
-                        lamb ? z->first_of_name[t] : -1, muon && tensor->hidden != hidden_ones,
-                        zero_v_gap(z, u, part.first),
+                        norms ? z->first_of_name[t] : -1, matrices && tensor->hidden != hidden_ones,
+                        zero_gap(z, u, part.first),
                         tensor->fp32 ? 0 : tensor->logical_first + range.first - tensor->first);
     }
     return runs;
 }
 
-/* `rule` on what this rank owns of unit u, mostly in one launch. */
-template <Rule rule> static void unit_update(Zero* z, int u, OptimizerConfig config, bool hidden_ones = false)
+/* Pass R over what this rank owns of unit u, mostly in one launch. */
+template <class R> static void unit_update(Zero* z, int u, OptimizerConfig config, bool hidden_ones = false)
 {
     Range owned = zero_owned(z, u), chunk;
     for (size_t first = owned.first; first < owned.first + owned.count; first += chunk.count) {
         chunk = unit_chunk(z, u, owned, first);
         OptimizerRuns runs = unit_runs(z, u, chunk, hidden_ones);
         floatX* param = unit_is_fp32(z->shard, u) ? nullptr : zero_own_param(z, u, first);
-        OptimizerArrays arrays = {param, zero_state(z, STATE_WEIGHTS, u, first), zero_state(z, STATE_M, u, first),
-                                  values_from(zero_unit_v(z, u), first - owned.first), zero_reduced_grad(z, u, first)};
-        optimizer_update<rule>(arrays, &runs, config, z->lamb_sums, z->state, z->compute);
+        OptimizerArrays arrays = {param, zero_state(z, STATE_WEIGHTS, u, first), zero_reduced_grad(z, u, first), {}};
+        for (int k = 0; k < MAX_STATES; k++)
+            if (z->states[k] != nullptr)
+                arrays.states[k] = values_from(zero_unit_state(z, k, u), first - owned.first);
+        optimizer_update<R>(arrays, &runs, config, z->lamb_sums, z->state, z->compute);
     }
 }
 
@@ -64,19 +68,19 @@ static void lamb_sums_clear(Zero* z)
     CUDA_CHECK(cudaMemsetAsync(z->lamb_sums, 0, n * sizeof(double), z->compute));
 }
 
-static void lamb_begin(Zero* z, OptimizerConfig config)
+template <class R> static void lamb_begin(Zero* z, OptimizerConfig config)
 {
     const Shard* s = z->shard;
     lamb_sums_clear(z);
     for (int u = 0; u < s->num_units; u++) {
-        unit_update<Rule::LAMB_STATES>(z, u, config);
+        unit_update<typename R::First>(z, u, config);
         Range slice = shard_slice(s, u, z->comm->rank), chunk;
         for (size_t first = slice.first; first < slice.first + slice.count; first += chunk.count) {
             chunk = unit_chunk(z, u, slice, first);
             OptimizerRuns runs = unit_runs(z, u, chunk, false);
             lamb_norms(z->lamb_sums, z->lamb_scratch, zero_state(z, STATE_WEIGHTS, u, first),
-                       zero_state(z, STATE_M, u, first), zero_state(z, STATE_V, u, first), &runs, config.eps,
-                       z->compute);
+                       zero_state(z, STATE_FIRST, u, first), zero_state(z, STATE_FIRST + 1, u, first), &runs,
+                       config.eps, z->compute);
         }
     }
     comm_all_reduce(z->comm, z->lamb_sums, 2 * (size_t)s->num_tensors, ncclFloat64, z->compute);
@@ -116,18 +120,6 @@ static void plan_muon(Zero* z, Plan* plan)
     for (floatX** x : {&m->x[0], &m->x[1]}) plan_add(plan, "Muon's matrices", Place::DEVICE, x, matrix);
     for (floatX** x : {&m->gram[0], &m->gram[1]}) plan_add(plan, "Muon's matrices", Place::DEVICE, x, gram);
     plan_add(plan, "Muon's matrices", Place::DEVICE, &m->parts, (size_t)MUON_PARTS);
-}
-
-/* What the plan of an optimizer holds besides the plan itself. */
-static void zero_optimizer_free(Zero* z)
-{
-    if (z->muon != nullptr) free(z->muon->tensors);
-    free(z->muon);
-    free(z->v_first);
-    free(z->first_of_name);
-    z->muon = nullptr;
-    z->v_first = nullptr;
-    z->first_of_name = nullptr;
 }
 
 /* What `rank` owns of tensor t, and the rank whose turn the idx-th matrix is. */
@@ -186,10 +178,10 @@ static void muon_move_round(Zero* z, int first, int end, bool back)
 }
 
 /* The gradients of hidden matrices become the directions of their steps. */
-static void muon_begin(Zero* z, OptimizerConfig config)
+template <class R> static void muon_begin(Zero* z, OptimizerConfig config)
 {
     MuonSpace* m = z->muon;
-    for (int u = 0; u < z->shard->num_units; u++) unit_update<Rule::MUON_MOMENTUM>(z, u, config, true);
+    for (int u = 0; u < z->shard->num_units; u++) unit_update<typename R::First>(z, u, config, true);
     if (z->stage == 0 || z->comm->num_ranks == 1) {
         for (int i = 0; i < m->num_tensors; i++) {
             const Tensor* t = &z->shard->tensors[m->tensors[i]];
@@ -207,14 +199,27 @@ static void muon_begin(Zero* z, OptimizerConfig config)
     }
 }
 
-/* Bytes that this rank sends for the optimizer's sake in a step. */
-static size_t optimizer_wire_bytes(const Zero* z)
+// -------------------------------------------------------------------------------------------------------- the phase
+static void plan_phase(Zero* z, Plan* plan)
+{
+    switch (z->optimizer->phase) {
+    case TensorPhase::NONE: break;
+    case TensorPhase::NORMS:
+        plan_add(plan, "LAMB's norms", Place::DEVICE, &z->lamb_sums, 2 * (size_t)z->shard->num_tensors);
+        plan_add(plan, "LAMB's norms", Place::DEVICE, &z->lamb_scratch, lamb_scratch_elems());
+        break;
+    case TensorPhase::MATRICES: plan_muon(z, plan); break;
+    }
+}
+
+/* Bytes that this rank sends for it in a step. */
+static size_t phase_wire_bytes(const Zero* z)
 {
     const Shard* s = z->shard;
+    const TensorPhase phase = z->optimizer->phase;
     if (!z->training) return 0;
-    if (z->optimizer->optimizer == Optimizer::LAMB)
-        return comm_all_reduce_bytes(z->comm, 2 * (size_t)s->num_tensors, sizeof(double));
-    if (z->optimizer->optimizer != Optimizer::MUON || z->stage == 0) return 0;
+    if (phase == TensorPhase::NORMS) return comm_all_reduce_bytes(z->comm, 2 * (size_t)s->num_tensors, sizeof(double));
+    if (phase != TensorPhase::MATRICES || z->stage == 0) return 0;
     size_t elems = 0;
     for (int i = 0; i < z->muon->num_tensors; i++) {
         const Tensor* t = &s->tensors[z->muon->tensors[i]];
@@ -225,25 +230,25 @@ static size_t optimizer_wire_bytes(const Zero* z)
 }
 
 // --------------------------------------------------------------------------------------------------------- the step
-static void unit_step(Zero* z, int u, OptimizerConfig config)
+/* The optimizer R on what this rank owns. A bucket is gathered while the next is updated, and the forward that follows
+ * waits for each bucket where it needs it. */
+template <class R> static void params_update(Zero* z, OptimizerConfig config)
 {
-    switch (config.optimizer) {
-    case Optimizer::ADAMW: unit_update<Rule::ADAMW>(z, u, config); break;
-    case Optimizer::ADAM: unit_update<Rule::ADAM>(z, u, config); break;
-    case Optimizer::SGD: unit_update<Rule::SGD>(z, u, config); break;
-    case Optimizer::LAMB: unit_update<Rule::LAMB_STEP>(z, u, config); break;
-    case Optimizer::LION: unit_update<Rule::LION>(z, u, config); break;
-    case Optimizer::ADAGRAD: unit_update<Rule::ADAGRAD>(z, u, config); break;
-    case Optimizer::MUON:
-        unit_update<Rule::ADAMW>(z, u, config, false);
-        unit_update<Rule::MUON_STEP>(z, u, config, true);
-        break;
+    constexpr bool matrices = R::PHASE == TensorPhase::MATRICES;
+    if constexpr (R::PHASE == TensorPhase::NORMS) lamb_begin<R>(z, config);
+    if constexpr (matrices) muon_begin<R>(z, config);
+    const Buckets* buckets = &z->param_buckets;
+    for (int b = 0; b < buckets->num_buckets; b++) {
+        for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++) {
+            if constexpr (matrices) unit_update<typename R::Rest>(z, u, config, false);
+            unit_update<R>(z, u, config, matrices);
+        }
+        zero_params_changed(z, b);
     }
 }
 
-/* The boundary: norm, clip, optimizer on what this rank owns, parameters gathered. Order of SEMANTICS: reduce, overflow
- * check, norm, clip, update, gather. A bucket is gathered while the next is updated, and the forward that follows waits
- * for each bucket where it needs it. `slot` (0 or 1) takes the step's result for the host. */
+/* The boundary, in this order: reduce, overflow check, norm, clip, update of what this rank owns, gather. `slot` (0 or
+ * 1) takes the step's result for the host. */
 static void zero_step_end(Zero* z, StepConfig config, OptimizerConfig optimizer, int slot)
 {
     const Shard* shard = z->shard;
@@ -260,11 +265,9 @@ static void zero_step_end(Zero* z, StepConfig config, OptimizerConfig optimizer,
     nonfinite_find(z->found + slot * shard->num_tensors, z->grad_parts, shard->num_tensors, z->state, z->compute);
     CUDA_CHECK(cudaMemcpyAsync(&z->h_state[slot], z->state, sizeof(StepState), cudaMemcpyDeviceToHost, z->compute));
     CUDA_CHECK(cudaStreamWaitEvent(z->compute, z->states_copied, 0));   // what is being saved is on the host
-    if (optimizer.optimizer == Optimizer::LAMB) lamb_begin(z, optimizer);
-    if (optimizer.optimizer == Optimizer::MUON) muon_begin(z, optimizer);
-    const Buckets* buckets = &z->param_buckets;
-    for (int b = 0; b < buckets->num_buckets; b++) {
-        for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++) unit_step(z, u, optimizer);
-        zero_params_changed(z, b);
+    switch (z->optimizer->optimizer) {
+#define OPTIMIZER_STEP(name, word, R) case Optimizer::name: params_update<R>(z, optimizer); break;
+    OPTIMIZERS(OPTIMIZER_STEP)
+#undef OPTIMIZER_STEP
     }
 }

@@ -81,7 +81,7 @@ static bool all_ranks_see(const Comm* c, const char* path)
 /* A state of tensor t from its file: of each rank's slice what that rank reads, or rank 0 for it where the files are
  * not shared. Where states are not sliced, all ranks get it from there, so that each byte is read once. Adds tensor_sum
  * of what this rank has read to *sum, unless it is null. files and st may be null on a rank that does not read. */
-static void state_read(Zero* z, StateKind kind, const Tensor* t, const SafeTensors* files, const SafeTensor* st,
+static void state_read(Zero* z, int state, const Tensor* t, const SafeTensors* files, const SafeTensor* st,
                        bool shared, uint64_t* sum)
 {
     const Comm* c = z->comm;
@@ -99,7 +99,7 @@ static void state_read(Zero* z, StateKind kind, const Tensor* t, const SafeTenso
             }
             if (sends) comm_broadcast_host(c, z->bounce, n * sizeof(float), reader);
             if (!sliced || owner == c->rank)
-                zero_state_from_host(z, kind, t->unit, part.first + done, n, z->bounce);
+                zero_state_from_host(z, state, t->unit, part.first + done, n, z->bounce);
         }
     }
 }

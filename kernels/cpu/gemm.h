@@ -1,4 +1,4 @@
-/* gemm.h: the CPU build's own matrix product, in fp32 whatever is stored.
+/* gemm.h: the CPU build's own GEMM, in fp32 whatever is stored.
  *   C (M,N) = init + op(A) (M,K) * op(B) (K,N)     all row-major; op transposes when asked; A, B floatX, C that or fp32
  *   init    is C itself (accumulate), a row added to every row of C (a bias), or zero
  * how     A tile of MR x NR of C stays in registers while K runs. A is packed once per block, by all threads for all,
@@ -257,7 +257,7 @@ static void gemm_panel(float* c, size_t ldc, const float* init, size_t ld_init, 
     }
 }
 
-/* One product, and the block of A that is packed: rows m0 on, k0 <= k < k1. */
+/* One GEMM, and the block of A that is packed: rows m0 on, k0 <= k < k1. */
 template <class TC> struct GemmJob {
     TC* C;
     size_t ldc;
@@ -269,14 +269,14 @@ template <class TC> struct GemmJob {
 };
 typedef struct { int m0, num_rows, k0, k1; } GemmBlock;
 
-/* Where panel m (a multiple of MR) of the block's piece k lies. */
+/* Where panel m (a multiple of MR) of the block's piece k is. */
 static float* gemm_packed_a(GemmBlock block, int m, int k, int num_k)
 {
     const size_t padded_rows = (size_t)gemm_div_up(block.num_rows, GEMM_MR) * GEMM_MR;
     return gemm_space.a + (k - block.k0) * padded_rows + (size_t)m * num_k;
 }
 
-/* A strip of panels. Where A lies k by k all of them are filled at once, so that its lines are read whole. */
+/* A strip of panels. Where A is stored k by k all of them are filled at once, so that its lines are read whole. */
 template <class TC> static void gemm_pack_a(const GemmJob<TC>* g, GemmBlock block, int first, int k)
 {
     const int num_k = gemm_min(g->kc, block.k1 - k), end = gemm_min(first + GEMM_STRIP, block.num_rows);
@@ -345,7 +345,7 @@ static void gemm(TC* C, size_t ldc, GemmOperand A, GemmOperand B, int M, int N, 
     const int kb = kc * (in_place ? gemm_min(num_pieces, GEMM_KB / GEMM_KC) : num_pieces);
     const int fitting = GEMM_MB * GEMM_KB / kb / GEMM_MR * GEMM_MR, most_rows = in_place ? fitting
                                                                                         : gemm_min(GEMM_MB, fitting);
-    ENSURE(most_rows > 0, "a product over %d terms in %s: at most %d", K, FLOATX_NAME, GEMM_MB * GEMM_KB / GEMM_MR);
+    ENSURE(most_rows > 0, "a GEMM over %d terms in %s: at most %d", K, FLOATX_NAME, GEMM_MB * GEMM_KB / GEMM_MR);
     const int mb = gemm_div_up(gemm_div_up(M, gemm_div_up(M, most_rows)), GEMM_MR) * GEMM_MR;
     const GemmJob<TC> job = {C, ldc, A, B, M, N, K, bias, accumulate, kc, kb, mb};
     const int most_threads = gemm_min(omp_get_max_threads(), gemm_space.num_threads);

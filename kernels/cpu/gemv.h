@@ -1,8 +1,8 @@
-/* gemv.h: the matrix product of gemm.h for a few rows, as generation has them: each weight is read once, where it lies,
+/* gemv.h: the GEMM of gemm.h for a few rows, as generation has them: each weight is read once, in place,
  * and used for all rows at once.
  *   out (M,N) = bias + inp (M,K) * weight      weight as (N,K), or (K,N) row-major; floatX; M <= GEMV_ROWS
  * how     (K,N): a strip of out stays in the nearest cache while the rows of the weight pass by. (N,K): VF rows of it
- *         are read side by side, VF terms at a time, and turned in registers, so that a lane is an element of out
+ *         are read side by side, VF terms at a time, and transposed in registers, so that a lane is an element of out
  * exact   the same bits as gemm.h: each element is summed over k in ascending order from its bias, whatever the number
  *         of rows and threads. So a text does not depend on what else is in the batch.
  * cost    N*K*s bytes, judged against memory bandwidth */

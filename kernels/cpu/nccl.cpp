@@ -13,13 +13,12 @@
 #include <cstring>
 #include <nccl.h>
 #include "device.h"
-#ifdef DEVICE_EMU
-#include "kernels/emu/emu_check.h"
-#endif
+#include "mpi_check.h"
 #include "reduce.h"
 #include "stream.h"
-#ifndef NO_MPI
-#include <mpi.h>
+#ifdef DEVICE_EMU
+#include "kernels/emu/emu_check.h"
+#include "kernels/emu/host_mpi.h"
 #endif
 
 static const char* const collective_names[NUM_COLLECTIVES] = {
@@ -151,19 +150,6 @@ static char* slot_of(const ncclComm* comm, size_t chunk, int peer)
     return comm->workspace + ((chunk & 1) * (size_t)comm->num_ranks + (size_t)peer) * SLOT_BYTES;
 }
 
-[[noreturn]] static void die_mpi(const char* call, int error)
-{
-    char text[MPI_MAX_ERROR_STRING];
-    int len;
-    if (MPI_Error_string(error, text, &len) != MPI_SUCCESS) text[0] = '\0';
-    die("%s: %s", call, text);
-}
-
-#define MPI_CHECK(name, ...) do { \
-    int mpi_error_ = name(__VA_ARGS__); \
-    if (mpi_error_ != MPI_SUCCESS) die_mpi(#name, mpi_error_); \
-} while (0)
-
 static void post_send(Work* w, int slot, const char* p, size_t size_bytes, int peer, int tag)
 {
     ncclComm* comm = w->comm;
@@ -188,7 +174,7 @@ static void stage_post(Work* w, size_t stage)
     comm->num_stage_requests[slot] = 0;
     if (what == Stage::NOTHING) return;
     Piece mine = piece_of(w, chunk, comm->rank);
-    /* Where my piece lies among the arguments: an all-gather sends from the start of a buffer of its own. */
+    /* Where my piece is among the arguments: an all-gather sends from the start of a buffer of its own. */
     size_t own_begin = kind_of(w) == Collective::ALL_GATHER ? chunk * piece_elems(w) : mine.begin;
     const char* own = kind_of(w) == Collective::ALL_REDUCE ? w->recv : w->send;
     own += bytes_of(w, own_begin);
@@ -544,10 +530,6 @@ static ncclResult_t transfer(bool is_send, void* p, size_t count, ncclDataType_t
     work_add(w, stream);
     return ncclSuccess;
 }
-
-#ifdef DEVICE_EMU
-#include "host_mpi.h"
-#endif
 
 #ifndef NO_MPI
 static void abort_all_ranks(int exit_code) { MPI_Abort(MPI_COMM_WORLD, exit_code); }

@@ -14,11 +14,11 @@ static inline size_t nccl_type_bytes(ncclDataType_t type)
     case ncclFloat16: case ncclBfloat16: return 2;
     case ncclInt32: case ncclUint32: case ncclFloat32: return 4;
     case ncclInt64: case ncclUint64: case ncclFloat64: return 8;
-    default: die("NCCL data type %d is not supported", (int)type);
     }
+    die("NCCL data type %d is not supported", (int)type);
 }
 
-/* T is what lies in memory, A what is added. */
+/* T is the type in memory, A what is added. */
 template <class T, class A> static inline void reduce_load(A* a, const T* x, size_t n)
 {
     for (size_t i = 0; i < n; i++) a[i] = (A)x[i];
@@ -74,7 +74,7 @@ template <class A> static inline void reduce_combine(A* a, const A* b, size_t n,
     case ncclMin:
         for (size_t i = 0; i < n; i++) a[i] = b[i] < a[i] ? b[i] : a[i];
         break;
-    default:
+    case ncclSum: case ncclAvg: case ncclNumOps:
         for (size_t i = 0; i < n; i++) a[i] = (A)(a[i] + b[i]);
     }
 }
@@ -105,16 +105,16 @@ static inline void reduce_ranks(void* out, const void* const* inputs, int num_ra
                                 ncclRedOp_t op)
 {
     switch (type) {
-    case ncclFloat32: reduce_typed<float, float>(out, inputs, num_ranks, n, op); break;
-    case ncclBfloat16: reduce_typed<__nv_bfloat16, float>(out, inputs, num_ranks, n, op); break;
-    case ncclFloat16: reduce_typed<__half, float>(out, inputs, num_ranks, n, op); break;
-    case ncclFloat64: reduce_typed<double, double>(out, inputs, num_ranks, n, op); break;
-    case ncclInt8: reduce_typed<int8_t, int8_t>(out, inputs, num_ranks, n, op); break;
-    case ncclUint8: reduce_typed<uint8_t, uint8_t>(out, inputs, num_ranks, n, op); break;
-    case ncclInt32: reduce_typed<int32_t, int32_t>(out, inputs, num_ranks, n, op); break;
-    case ncclUint32: reduce_typed<uint32_t, uint32_t>(out, inputs, num_ranks, n, op); break;
-    case ncclInt64: reduce_typed<int64_t, int64_t>(out, inputs, num_ranks, n, op); break;
-    case ncclUint64: reduce_typed<uint64_t, uint64_t>(out, inputs, num_ranks, n, op); break;
-    default: die("NCCL data type %d is not supported", (int)type);
+    case ncclFloat32: return reduce_typed<float, float>(out, inputs, num_ranks, n, op);
+    case ncclBfloat16: return reduce_typed<__nv_bfloat16, float>(out, inputs, num_ranks, n, op);
+    case ncclFloat16: return reduce_typed<__half, float>(out, inputs, num_ranks, n, op);
+    case ncclFloat64: return reduce_typed<double, double>(out, inputs, num_ranks, n, op);
+    case ncclInt8: return reduce_typed<int8_t, int8_t>(out, inputs, num_ranks, n, op);
+    case ncclUint8: return reduce_typed<uint8_t, uint8_t>(out, inputs, num_ranks, n, op);
+    case ncclInt32: return reduce_typed<int32_t, int32_t>(out, inputs, num_ranks, n, op);
+    case ncclUint32: return reduce_typed<uint32_t, uint32_t>(out, inputs, num_ranks, n, op);
+    case ncclInt64: return reduce_typed<int64_t, int64_t>(out, inputs, num_ranks, n, op);
+    case ncclUint64: return reduce_typed<uint64_t, uint64_t>(out, inputs, num_ranks, n, op);
     }
+    die("NCCL data type %d is not supported", (int)type);
 }

@@ -1,32 +1,14 @@
 /* runtime.cpp: the CUDA runtime calls of cuda_runtime.h where there is no CUDA.
  *   CPU build       device memory is host memory, straight from mmap with huge pages; every operation runs at once
- *   emulated build  device memory is an arena of its own, filled with NaN, with gaps that are looked after; streams are
+ *   emulated build  device memory is an arena of its own, filled with NaN, with gaps that are checked; streams are
  *                   queues that a seeded scheduler drains in any legal order (runtime_emu.h)
  * Both keep a budget (TRAIN_GPT_DEVICE_MB or device_set_budget), so that "out of memory" is real, and count how often
  * the host waits. One host thread makes CUDA calls; others may run as long as they make none. */
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <sched.h>
-#include <sys/mman.h>
-#include <time.h>
-#include <unistd.h>
-#include "device.h"
-#include "stream.h"
-
-static const size_t MIB = 1 << 20;
-static size_t default_budget_bytes(void);
-static size_t host_available_bytes(void);
-
-static size_t budget_bytes, used_bytes, peak_bytes, pinned_bytes;
-static uint64_t num_host_syncs;
-static cudaError_t last_error = cudaSuccess;
-
-static cudaError_t result(cudaError_t error)
-{
-    if (error != cudaSuccess) last_error = error;
-    return error;
-}
+#ifdef DEVICE_EMU
+#include "kernels/emu/runtime_emu.h"
+#else
+#include "runtime_cpu.h"
+#endif
 
 double wall_seconds(void)
 {
@@ -44,53 +26,12 @@ void wait_politely(unsigned* num_tries)
     else usleep(n < 2000 ? 20 : 200);
 }
 
-/* ---- the device's size */
-
-static size_t device_budget(void)
-{
-    if (budget_bytes != 0) return budget_bytes;
-    const char* s = getenv("TRAIN_GPT_DEVICE_MB");
-    if (s != nullptr) {
-        char* end;
-        unsigned long long mib = strtoull(s, &end, 10);
-        ENSURE(*s != '\0' && *end == '\0' && mib > 0, "TRAIN_GPT_DEVICE_MB is \"%s\"; it must be a number of MiB", s);
-        budget_bytes = (size_t)mib * MIB;
-        return budget_bytes;
-    }
-    budget_bytes = default_budget_bytes();
-    return budget_bytes;
-}
-
 void device_set_budget(size_t bytes) { budget_bytes = bytes; }
 size_t device_used_bytes(void) { return used_bytes; }
 size_t device_peak_bytes(void) { return peak_bytes; }
 void device_forget_peak(void) { peak_bytes = used_bytes; }
 size_t pinned_used_bytes(void) { return pinned_bytes; }
 uint64_t host_sync_count(void) { return num_host_syncs; }
-
-/* A fault for tests: TRAIN_GPT_PLANTED_BYTES more are taken with the first allocation, as by a library that nobody
- * counted. */
-static size_t planted_bytes(void)
-{
-    const char* s = getenv("TRAIN_GPT_PLANTED_BYTES");
-    return s != nullptr && used_bytes == 0 ? (size_t)strtoull(s, nullptr, 10) : 0;
-}
-
-static bool budget_take(size_t size_bytes)
-{
-    size_t budget = device_budget();
-    used_bytes += planted_bytes();
-    if (used_bytes > budget || size_bytes > budget - used_bytes) return false;
-    used_bytes += size_bytes;
-    if (used_bytes > peak_bytes) peak_bytes = used_bytes;
-    return true;
-}
-
-#ifdef DEVICE_EMU
-#include "kernels/emu/runtime_emu.h"
-#else
-#include "runtime_cpu.h"
-#endif
 
 /* ---- calls that are the same in both builds */
 

@@ -1,4 +1,6 @@
 /* runtime_cpu.h: memory, streams and events of the CPU build; part of runtime.cpp. */
+#pragma once
+#include "runtime_shared.h"
 
 struct CUstream_st { int unused; };
 struct CUevent_st { double recorded_at; };           // seconds; 0: never

@@ -6,7 +6,6 @@
  *   vf_set vf_fma vf_max vf_min vf_select vf_sum vf_hmax
  *   vf_exp            at most 1.3 ulp off; 0 below -87.33, stays finite above 88.37, NaN stays NaN
  *   vf_erf            at most 1.2 ulp off
- *   vf_gelu_tanh vf_gelu_tanh_grad vf_gelu_erf vf_gelu_erf_grad
  * vf_sum adds the lanes in a fixed tree: results do not depend on threads; in the last bits they depend on VF. */
 #pragma once
 #include <cstring>
@@ -100,7 +99,7 @@ SIMD vf vf_select(vi mask, vf a, vf b) { return mask ? a : b; }
 SIMD vf vf_max(vf a, vf b) { return a < b ? b : a; }        // a NaN in a stays, one in b is dropped
 SIMD vf vf_min(vf a, vf b) { return a > b ? b : a; }
 
-/* The lanes are folded in halves. */
+/* The lanes are combined in halves. */
 #if VF == 16
 #define VF_FOLD(v, op) vf8 half = op(VF16_LOW(v), VF16_HIGH(v)); vf4 quad = op(VF8_LOW(half), VF8_HIGH(half))
 #elif VF == 8
@@ -148,7 +147,7 @@ SIMD vf vf_exp(vf x)
     const vf too_small = vf_set(-87.33f), too_large = vf_set(88.37f), round_to_int = vf_set(12582912.0f);
     vf y = vf_max(vf_min(x, too_large), too_small);
     vf shifted = y * 1.44269504f + round_to_int, n = shifted - round_to_int;
-    vf r = y - n * 0.693359375f + n * 2.12194440e-4f;       // ln 2 in two parts, the first exact in the product
+    vf r = y - n * 0.693359375f + n * 2.12194440e-4f;       // ln 2 in two parts, the first exact in the multiplication
     vf p = 1.9875691500e-4f * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
@@ -176,26 +175,4 @@ SIMD vf vf_erf(vf x)
     near = near * s + 1.28379166e-1f;
     near = near * x + x;
     return t > 0.927734375f ? (x < 0 ? -tail : tail) : near;
-}
-
-/* gelu(x) = x * s(2u), u = sqrt(2/pi) * (x + 0.044715 x^3), since (1 + tanh u) / 2 is the logistic function s(2u). */
-SIMD vf vf_gelu_tanh(vf x)
-{
-    vf two_u = 1.5957691216f * x * (1.0f + 0.044715f * x * x);
-    return x / (1.0f + vf_exp(-two_u));
-}
-
-SIMD vf vf_gelu_tanh_grad(vf x)
-{
-    x = vf_max(vf_min(x, vf_set(10.0f)), vf_set(-10.0f));       // outside the gradient is 1 or 0 to the last bit
-    vf xx = x * x, e = vf_exp(-1.5957691216f * x * (1.0f + 0.044715f * xx)), s = 1.0f / (1.0f + e);
-    const vf one_minus_s = e * s;                               // without the cancellation
-    return s + x * s * one_minus_s * 1.5957691216f * (1.0f + 0.134145f * xx);
-}
-
-SIMD vf vf_gelu_erf(vf x) { return 0.5f * x * (1.0f + vf_erf(0.70710678f * x)); }
-
-SIMD vf vf_gelu_erf_grad(vf x)
-{
-    return 0.5f * (1.0f + vf_erf(0.70710678f * x)) + x * 0.39894228f * vf_exp(-0.5f * x * x);
 }

@@ -5,22 +5,21 @@
  * gradients BGRADA, BGRADB, DGELU_BGRAD. What a GPU would refuse is CUBLAS_STATUS_NOT_SUPPORTED from the heuristic, so
  * that fall-backs run; what only this file does not know ends the program by name.
  * EMU_NO_EPILOGUE=1 lets the heuristic refuse every fused epilogue.
- * It offers four algorithms for each product: the sums over k in 1, 2, 4 or 8 stretches, one after another, so that
+ * It offers four algorithms for each GEMM: the sums over k in 1, 2, 4 or 8 stretches, one after another, so that
  * their bits differ. EMU_FAST_ALGO=0..3 makes the others slow. */
 #include <cblas.h>
 #include <cmath>
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include "emu_check.h"
-#include "kernels/cpu/stream.h"
 #include <unistd.h>
+#include "emu_check.h"
 
 extern "C" void openblas_set_num_threads(int num_threads);
 
 struct cublasLtContext { int unused; };
 
-struct Desc {                                        // lies in the opaque 256 bytes
+struct Desc {                                        // in the opaque 256 bytes
     int compute_type, scale_type, trans_a, trans_b;
     uint32_t epilogue;
     int bias_type, aux_type;                         // -1: as D
@@ -40,7 +39,7 @@ static_assert(sizeof(Layout) <= sizeof(cublasLtMatrixLayoutOpaque_t), "Layout mu
 
 static const uint64_t WANTED_WORKSPACE_BYTES = 64 << 10;   // so that a missing or shared workspace shows
 
-struct Algo { uint64_t workspace_bytes, idx, mark; };       // lies in the opaque 64 bytes
+struct Algo { uint64_t workspace_bytes, idx, mark; };       // in the opaque 64 bytes
 static const uint64_t NUM_ALGOS = 4, ALGO_MARK = 0x616c676f;
 
 /* ---- elements */
@@ -182,7 +181,7 @@ static void matmul_one(const Matmul* mm, int batch)
     free(out);
 }
 
-/* Column by column (row by row): what lies between them belongs to others. */
+/* Column by column (row by row): what is between them belongs to others. */
 static void matrix_touch(const void* p, const Layout* l, Access access, const char* place)
 {
     if (!EMU_CHECKED) return;
@@ -288,12 +287,10 @@ size_t cublasLtGetVersion(void) { return 130000; }
 
 const char* cublasLtGetStatusString(cublasStatus_t status)
 {
-    switch (status) {
-    case CUBLAS_STATUS_SUCCESS: return "CUBLAS_STATUS_SUCCESS";
-    case CUBLAS_STATUS_INVALID_VALUE: return "CUBLAS_STATUS_INVALID_VALUE";
-    case CUBLAS_STATUS_NOT_SUPPORTED: return "CUBLAS_STATUS_NOT_SUPPORTED";
-    default: return "CUBLAS_STATUS_<another>";
-    }
+    if (status == CUBLAS_STATUS_SUCCESS) return "CUBLAS_STATUS_SUCCESS";
+    if (status == CUBLAS_STATUS_INVALID_VALUE) return "CUBLAS_STATUS_INVALID_VALUE";
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED) return "CUBLAS_STATUS_NOT_SUPPORTED";
+    return "CUBLAS_STATUS_<another>";
 }
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle)
@@ -347,7 +344,7 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t handle, cubla
     Desc* desc = (Desc*)handle;
     const char* call = "cublasLtMatmulDescSetAttribute";
     int32_t number = 0;
-    switch (attr) {
+    switch ((int)attr) {
     case CUBLASLT_MATMUL_DESC_TRANSA:
     case CUBLASLT_MATMUL_DESC_TRANSB:
         attribute_read(&number, 4, buf, size, call, attr);
@@ -396,7 +393,7 @@ cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t handle, c
 {
     Layout* l = (Layout*)handle;
     const char* call = "cublasLtMatrixLayoutSetAttribute";
-    switch (attr) {
+    switch ((int)attr) {
     case CUBLASLT_MATRIX_LAYOUT_TYPE: attribute_read(&l->type, 4, buf, size, call, attr); break;
     case CUBLASLT_MATRIX_LAYOUT_ORDER:
         attribute_read(&l->order, 4, buf, size, call, attr);

@@ -6,7 +6,6 @@
 #include <sys/mman.h>
 #include "emu.h"
 #include "emu_check.h"
-#include "kernels/cpu/stream.h"
 #if !defined(__x86_64__) || defined(EMU_UCONTEXT)      // EMU_UCONTEXT: to test the portable way here
 #include <ucontext.h>
 #define PORTABLE_FIBERS
@@ -678,7 +677,7 @@ static void thread_exit(void)
 }
 
 /* A fiber starts threads one after another, and calls the kernel as a plain function. A thread that waits keeps the
- * fiber, and another fiber goes on with the next. */
+ * fiber, and another fiber continues with the next. */
 static void fiber_main(void)
 {
     for (;;) {

@@ -91,7 +91,7 @@ static inline T emu_shuffle(const char* what, unsigned mask, T v, int src_lane, 
     return v;
 }
 
-/* A lane whose source would lie outside of its group of `width` lanes keeps its own value. */
+/* A lane whose source would be outside of its group of `width` lanes keeps its own value. */
 template <class T> static inline T __shfl_sync(unsigned mask, T v, int src, int width = 32, EMU_CALLER)
 {
     int group = emu_lane() & ~(width - 1);

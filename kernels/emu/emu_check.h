@@ -3,7 +3,7 @@
  * each load and store come to the checker, and tells it here what no instruction shows: allocations, barriers, which
  * operation runs and what it is ordered after, and the memory that copies, cuBLASLt and NCCL touch. */
 #pragma once
-#include "kernels/cpu/stream.h"
+#include "emu_host.h"
 
 enum class Memory { DEVICE, PINNED, SHARED };
 static const int NUM_MEMORIES = 3;

@@ -3,6 +3,9 @@
  * one word of each bank. Counted are g++'s accesses: 16-byte ones must go through ld128 and st128, else they are four.
  * EMU_COUNT=moved prints when the program ends what each kernel and library call has moved; EMU_COUNT=1 also a table
  * per kernel and source line. */
+#pragma once
+#ifdef EMU_CHECK
+#include "emu_shadow.h"
 
 struct Request { uint64_t key; uint32_t block, lanes; uint64_t addr[32]; uint8_t bytes[32]; };
 struct Occurrence { uint64_t key; uint32_t block, count; };
@@ -310,3 +313,5 @@ __attribute__((destructor)) static void count_print(void)
     }
     free(lines);
 }
+
+#endif

@@ -1,11 +1,13 @@
 /* runtime_emu.h: memory, streams and events of the emulated build; part of runtime.cpp.
- * Memory: two arenas, device and pinned. Every allocation lies on pages of its own, filled with NaN, between gaps whose
+ * Memory: two arenas, device and pinned. Every allocation has pages of its own, filled with NaN, between gaps whose
  * pattern is checked after each kernel. Addresses are never used again: what is freed becomes inaccessible.
  * Streams: queues of operations. A dependency is (stream, sequence number), so events, cudaStreamWaitEvent and the
  * legacy default stream are one thing. EMU_SEED=0 runs an operation as soon as it may run; another seed is lazy and
  * picks at random among the streams whose head may run. */
+#pragma once
 #include <csignal>
 #include "emu_check.h"
+#include "kernels/cpu/runtime_shared.h"
 
 static size_t default_budget_bytes(void) { return 2048 * MIB; }
 static size_t host_available_bytes(void) { return SIZE_MAX; }
@@ -28,7 +30,7 @@ static Arena pinned_arena = {"pinned", Memory::PINNED, (size_t)1 << 36, nullptr,
 
 static const size_t PAGE = 4096, GAP = 256;
 
-/* An allocation ends GAP to 2*GAP - 1 bytes before an inaccessible page; the rest of its own pages lies before it. */
+/* An allocation ends GAP to 2*GAP - 1 bytes before an inaccessible page; the rest of its own pages is before it. */
 static size_t aligned_bytes(size_t size_bytes) { return (size_bytes + GAP - 1) / GAP * GAP; }
 static size_t pages_bytes(size_t size_bytes)
 {

@@ -6,6 +6,7 @@
 #include <csetjmp>
 #include <sanitizer/allocator_interface.h>
 #include "data/ds_config.h"
+#include "data/flag_rules.h"
 #include "run/fit.cuh"
 
 // The machine code that PCRE2 makes is no memory that can be given back from outside: the same matches, slower.
@@ -36,7 +37,8 @@ static void fuzz_flags(const char* text, size_t length)
     int num_words = 1;
     while (num_words < MAX_WORDS && (words[num_words] = strsep(&rest, "\n")) != nullptr) num_words++;
     Flags flags;
-    flags_parse(&flags, num_words, words);
+    flags_parse(&flags, &flag_words_of_rows, num_words, words);
+    flags_refuse(&flags);
     char buf[64];
     size_t total = 0;
     for (const FlagRow& row : flag_rows) total += strlen(flag_value(&flags, &row, buf));
@@ -201,7 +203,7 @@ static void fuzz_dsconfig(const char* text, size_t length)
 {
     static Flags flags;
     const char* words[] = {"train_gpt", "--config", put("ds_config.json", text, length)};
-    flags_parse(&flags, 3, (char**)words);
+    flags_parse(&flags, &flag_words_of_rows, 3, (char**)words);
     DsConfig config;
     ds_config_read(&config, &flags);
     ds_config_refuse(&config);

@@ -1,10 +1,13 @@
-/* host_mpi.h: the host's MPI calls in the emulated build, and ranks that wait for one another; part of nccl.cpp.
+/* host_mpi.h: part of nccl.cpp: the host's MPI calls in the emulated build, and ranks that wait for one another.
  * A GPU works on while its host waits in MPI, and so does the collective that another rank's host is waiting for. Here
  * the host would stop its own device: so each blocking call is started without blocking, through MPI's profiling
  * interface, and streams run until it is done.
  * A deadlock of ranks is told from a slow machine without a time limit: in shared memory each rank counts how often it
  * has got on, and how often it has looked in vain since any rank last has. When all ranks have looked a thousand times
  * and none has got on, nothing can come any more, and rank 0 says who waits where. */
+#pragma once
+#include "emu_host.h"
+#include "kernels/cpu/mpi_check.h"
 
 #ifdef NO_MPI
 
