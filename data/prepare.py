@@ -40,6 +40,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -75,6 +76,7 @@ class Work:
 
 
 def worker_begin(parent):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)               # Ctrl-C goes to all; the parent says what became of it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if Work.lock is not None:
         os.close(Work.lock)
