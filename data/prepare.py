@@ -57,7 +57,7 @@ from vocabulary import (cutting, marks, tokenizer_config, tokenizer_load, tokeni
 HEADER_INT32S = 256                      # see data/tokens.h
 BLOCK_BYTES = 1 << 19                    # what one worker gets at a time
 INLINE_BYTES = 1 << 23                   # smaller inputs are not worth processes
-TRAIN_BYTES = 1 << 28                    # a tokenizer is trained on a sample of this size of what is larger
+TRAIN_BYTES = 1 << 27                    # a tokenizer is trained on a sample of this size of what is larger
 CHECKPOINT_SECONDS = 10
 PROGRESS = "prepare.progress"            # there while a preparation is unfinished; what it knows, as JSON
 PROGRESS_VERSION = 1

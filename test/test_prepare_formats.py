@@ -619,3 +619,15 @@ def test_two_at_once_are_refused(tmp_path, capsys):
     assert prepare.main([str(tmp_path / "d.txt"), "--vocab-size", "300", "--out", str(tmp_path / "o")]) == 1
     assert "another prepare.py is writing there" in capsys.readouterr().err
     os.close(fd)
+
+
+def test_tokenizer_is_trained_on_a_sample_of_a_large_text(tmp_path, monkeypatch):
+    """Spread over the whole text, of about the size that is allowed."""
+    (tmp_path / "d.txt").write_text("\n".join(make_documents(800_000)) + "\n")
+    source = sys.modules["sources"].Source(str(tmp_path / "d.txt"), "text")
+    whole = "".join(prepare.training_texts([source], [(0, 0, None)], 800_000))
+    assert whole == (tmp_path / "d.txt").read_text()
+    monkeypatch.setattr(prepare, "TRAIN_BYTES", 100_000)
+    sample = list(prepare.training_texts([source], [(0, 0, None)], 800_000))
+    assert 60_000 < sum(map(len, sample)) < 140_000 and all(piece in whole for piece in sample)
+    assert whole.index(sample[-1]) > 600_000
