@@ -50,13 +50,14 @@ static void rates_refuse(const Flags* f)
 {
     for (const FlagRow& flag : flag_rows) {
         char name[64], takers[256] = "";
-        if (!f->given[&flag - flag_rows] || word_in_list(flag.name, Rule::FLAGS, ' ')) continue;
+        const int idx = (int)(&flag - flag_rows);
+        if (!f->given[idx] || word_in_list(flag.name, Rule::FLAGS, ' ')) continue;
         for (const OptimizerRow& row : optimizer_rows)
             if (optimizer_takes(&row, flag.name))
                 snprintf(takers + strlen(takers), sizeof takers - strlen(takers), "%s%s", takers[0] ? " and " : "",
                          row.name);
         if (takers[0] && !optimizer_takes(optimizer_find(f->optimizer), flag.name))
-            die_usage("%s is for --optimizer %s, not %s: leave it out", flag_long_name(&flag, name), takers,
+            die_usage("%s is for --optimizer %s, not %s: leave it out", flag_given_name(f, idx, name), takers,
                       f->optimizer);
     }
 }
