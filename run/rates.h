@@ -1,4 +1,4 @@
-/* rates.h: the optimizer as the command line says it, and the learning rate and weight decay of each tensor.
+/* rates.h: the optimizer's settings from the command line, and the learning rate and weight decay of each tensor.
  * --param-group 'PATTERN:lr=FACTOR,wd=DECAY;PATTERN:...'  gives tensors whose name fits the shell pattern (fnmatch) a
  * factor of the learning rate and a weight decay of their own; of groups that fit the same tensor a later one wins. */
 #pragma once
@@ -9,7 +9,7 @@
 
 static const FlagWords flag_words_of_rows = {optimizer_words, schedule_words};
 
-/* What is given, else the optimizer's own default, else that of the flag. */
+/* A flag's value: as given, else the optimizer's default, else the flag's default. */
 static double optimizer_value(const Flags* f, FlagIdx idx, double of_flag, double of_row)
 {
     return f->given[idx] || of_row < 0 ? of_flag : of_row;
@@ -39,30 +39,30 @@ static OptimizerConfig optimizer_config(const Flags* f)
 
 static bool optimizer_takes(const OptimizerRow* row, const char* flag) { return word_in_list(flag, row->flags, ' '); }
 
-/* What makes whole hidden matrices orthogonal: Muon. */
+/* Does the optimizer orthogonalize hidden matrices? Muon does. */
 static bool optimizer_has_matrices(const Flags* f)
 {
     return optimizer_find(f->optimizer)->phase == TensorPhase::MATRICES;
 }
 
-/* Flags that rows name are refused with an optimizer whose row does not; but for those that most have a use for. */
+/* A flag that some optimizer's row names is refused with an optimizer whose row does not name it, unless most use it.
+ *  */
 static void rates_refuse(const Flags* f)
 {
     for (const FlagRow& flag : flag_rows) {
         char name[64], takers[256] = "";
-        const int idx = (int)(&flag - flag_rows);
-        if (!f->given[idx] || word_in_list(flag.name, Rule::FLAGS, ' ')) continue;
+        if (!f->given[&flag - flag_rows] || word_in_list(flag.name, Rule::FLAGS, ' ')) continue;
         for (const OptimizerRow& row : optimizer_rows)
             if (optimizer_takes(&row, flag.name))
                 snprintf(takers + strlen(takers), sizeof takers - strlen(takers), "%s%s", takers[0] ? " and " : "",
                          row.name);
         if (takers[0] && !optimizer_takes(optimizer_find(f->optimizer), flag.name))
-            die_usage("%s is for --optimizer %s, not %s: leave it out", flag_given_name(f, idx, name), takers,
+            die_usage("%s is for --optimizer %s, not %s: leave it out", flag_long_name(&flag, name), takers,
                       f->optimizer);
     }
 }
 
-/* One group, which is overwritten: sets what it says of the tensors that fit. */
+/* Applies one parameter group to the tensors that match. Overwrites the text. */
 static void rates_apply_group(Shard* s, char* group)
 {
     char whole[512], *rest, *colon = strrchr(group, ':');
@@ -94,7 +94,7 @@ static void rates_apply_group(Shard* s, char* group)
         die_usage("--param-group '%s': no tensor is called like that; the first is %s", whole, s->tensors[0].name);
 }
 
-/* Sets the rates of every tensor. */
+/* Sets learning rate and weight decay of every tensor. */
 static void rates_apply(Shard* s, const Flags* f)
 {
     const bool matrices = optimizer_has_matrices(f);
@@ -123,7 +123,7 @@ static void rates_print(const Flags* f, FILE* file)
             f->param_group);
 }
 
-/* Of --help: the rows of both tables; dev/doc_tables.py makes those of docs/optimizers.md of it. */
+/* Part of --help: the rows of both tables. dev/doc_tables.py makes the tables of docs/optimizers.md from it. */
 static void rates_help(FILE* file)
 {
     fprintf(file, "\n--optimizer: the update, states, flags with their defaults\n");

@@ -233,8 +233,6 @@ ROWS = [
     usage("--dtype half: not one of float32|bfloat16|float16", "--dtype", "half"),
     usage("--max-steps and --num-train-epochs both say where the run ends: give one", "--max_steps", 3,
           "--num_train_epochs", 2),
-    usage("--adam-beta2 is for --optimizer adamw and adam and lamb and lion and muon, not sgd: leave it out",
-          "--optimizer", "sgd", "--adam_beta2", 0.9),
     usage("--repeat takes all flags from the run folder but -o: leave --learning-rate out", "--repeat", "{d}",
           "--learning_rate", "1e-3"),
     usage("'\u2013\u2013lr' begins with another dash than '-', as word processors write it: type '-'",
