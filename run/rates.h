@@ -1,4 +1,4 @@
-/* rates.h: the optimizer's settings from the command line, and the learning rate and weight decay of each tensor.
+/* rates.h: the optimizer as the command line says it, and the learning rate and weight decay of each tensor.
  * --param-group 'PATTERN:lr=FACTOR,wd=DECAY;PATTERN:...'  gives tensors whose name fits the shell pattern (fnmatch) a
  * factor of the learning rate and a weight decay of their own; of groups that fit the same tensor a later one wins. */
 #pragma once
@@ -9,7 +9,7 @@
 
 static const FlagWords flag_words_of_rows = {optimizer_words, schedule_words};
 
-/* A flag's value: as given, else the optimizer's default, else the flag's default. */
+/* What is given, else the optimizer's own default, else that of the flag. */
 static double optimizer_value(const Flags* f, FlagIdx idx, double of_flag, double of_row)
 {
     return f->given[idx] || of_row < 0 ? of_flag : of_row;
@@ -39,14 +39,13 @@ static OptimizerConfig optimizer_config(const Flags* f)
 
 static bool optimizer_takes(const OptimizerRow* row, const char* flag) { return word_in_list(flag, row->flags, ' '); }
 
-/* Does the optimizer orthogonalize hidden matrices? Muon does. */
+/* What makes whole hidden matrices orthogonal: Muon. */
 static bool optimizer_has_matrices(const Flags* f)
 {
     return optimizer_find(f->optimizer)->phase == TensorPhase::MATRICES;
 }
 
-/* A flag that some optimizer's row names is refused with an optimizer whose row does not name it, unless most use it.
- *  */
+/* Flags that rows name are refused with an optimizer whose row does not; but for those that most have a use for. */
 static void rates_refuse(const Flags* f)
 {
     for (const FlagRow& flag : flag_rows) {
@@ -62,7 +61,7 @@ static void rates_refuse(const Flags* f)
     }
 }
 
-/* Applies one parameter group to the tensors that match. Overwrites the text. */
+/* One group, which is overwritten: sets what it says of the tensors that fit. */
 static void rates_apply_group(Shard* s, char* group)
 {
     char whole[512], *rest, *colon = strrchr(group, ':');
@@ -94,7 +93,7 @@ static void rates_apply_group(Shard* s, char* group)
         die_usage("--param-group '%s': no tensor is called like that; the first is %s", whole, s->tensors[0].name);
 }
 
-/* Sets learning rate and weight decay of every tensor. */
+/* Sets the rates of every tensor. */
 static void rates_apply(Shard* s, const Flags* f)
 {
     const bool matrices = optimizer_has_matrices(f);
@@ -123,7 +122,7 @@ static void rates_print(const Flags* f, FILE* file)
             f->param_group);
 }
 
-/* Part of --help: the rows of both tables. dev/doc_tables.py makes the tables of docs/optimizers.md from it. */
+/* Of --help: the rows of both tables; dev/doc_tables.py makes those of docs/optimizers.md of it. */
 static void rates_help(FILE* file)
 {
     fprintf(file, "\n--optimizer: the update, states, flags with their defaults\n");
