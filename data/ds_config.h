@@ -80,7 +80,7 @@ static void ds_set(DsConfig* c, const char* name, const char* text, const char* 
     }
     int idx = (int)(row - flag_rows);
     flag_long_name(row, buf);
-    if (c->flags->given[idx] && c->flags->from[idx] == FROM_COMMAND_LINE) {
+    if (c->flags->given[idx] && c->flags->from[idx] == FROM_COMMAND_LINE && !flag_yields(c->flags, idx)) {
         if (from == c->key) ds_say(c, "%s: overridden by %s %s on the command line", text, buf,
                                    flag_value(c->flags, row, value));
         return;
@@ -95,6 +95,7 @@ static void ds_set(DsConfig* c, const char* name, const char* text, const char* 
     flag_store(c->flags, row, shown, text);
     c->flags->given[idx] = true;
     c->flags->from[idx] = from;
+    c->flags->as[idx] = nullptr;
     if (from == c->key) ds_say(c, "%s %s", buf, flag_value(c->flags, row, value));
 }
 

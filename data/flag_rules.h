@@ -60,7 +60,7 @@ static const bool has_algorithms = true;
       f->model, f->model, f->model) \
     R((FLAG_epochs), \
       f->given[FLAG_steps], \
-      "-n and --epochs both set where the run ends: give one") \
+      "%s and %s both set where the run ends: give one", flag_given_name(f, FLAG_steps, other), name) \
     R((FLAG_elastic), \
       f->elastic && !f->given[FLAG_resume], \
       "--elastic goes with --resume: it keeps a checkpoint's batch") \
@@ -134,7 +134,7 @@ static void flags_refuse(const Flags* f)
         [[maybe_unused]] const char* name = flag_given_name(f, idx, buf); \
         if (f->given[idx] && (condition)) die_usage(__VA_ARGS__); \
     }
-    char buf[64];
+    char buf[64], other[64];
     FLAG_RULES(FLAG_RULE)
     flags_refuse_rest(f);
 #undef FLAG_RULE

@@ -173,10 +173,12 @@ enum FlagIdx { FLAGS(FLAG_ENUM, HEADING_ENUM) NUM_FLAGS };
 #define HEADING_ROW(name, title) {HEADING_##name, title},
 static const struct { int idx; const char* title; } flag_headings[] = { FLAGS(FLAG_NOTHING, HEADING_ROW) };
 
-typedef struct { const char* spelling; int idx; const char *value, *why; } FlagAlias;    // why: it is refused
-#define ALIAS_ROW(spelling, field, value) {spelling, FLAG_##field, value, nullptr},
-#define REFUSED_ROW(spelling, why) {spelling, -1, nullptr, why},
-static const FlagAlias flag_aliases[] = { FLAG_ALIASES(ALIAS_ROW, REFUSED_ROW) };
+/* why: it is refused; yields: to whatever else is said of the flag. */
+typedef struct { const char* spelling; int idx; const char *value, *why; bool yields; } FlagAlias;
+#define ALIAS_ROW(spelling, field, value) {spelling, FLAG_##field, value, nullptr, false},
+#define DEFAULT_ROW(spelling, field, value) {spelling, FLAG_##field, value, nullptr, true},
+#define REFUSED_ROW(spelling, why) {spelling, -1, nullptr, why, false},
+static const FlagAlias flag_aliases[] = { FLAG_ALIASES(ALIAS_ROW, DEFAULT_ROW, REFUSED_ROW) };
 enum { NUM_ALIASES = sizeof flag_aliases / sizeof flag_aliases[0] };
 
 typedef struct Flags {
@@ -224,6 +226,7 @@ static Flags flags_default(const FlagWords* words)
 #undef HEADING_ENUM
 #undef HEADING_ROW
 #undef ALIAS_ROW
+#undef DEFAULT_ROW
 #undef REFUSED_ROW
 #undef FLAG_FIELD
 #undef FLAG_ROW
@@ -341,10 +344,19 @@ static bool word_in_list(const char* word, const char* list, char sep)
     return false;
 }
 
+/* En dash and its kin, U+2010 to U+2015, and the minus sign, U+2212. */
+static bool starts_with_other_dash(const char* arg)
+{
+    const bool dash = strncmp(arg, "\xe2\x80", 2) == 0 && (unsigned char)arg[2] - 0x90u <= 5;
+    return dash || strncmp(arg, "\xe2\x88\x92", 3) == 0;
+}
+
 [[noreturn]] static void flag_unknown(const char* arg)
 {
     char name[64], buf[64];
     snprintf(name, sizeof name, "%.*s", (int)strcspn(arg, "="), arg);
+    if (starts_with_other_dash(arg))
+        die_usage("'%s' begins with another dash than '-', as word processors write it: type '-'", arg);
     if (name[0] != '-')
         die_usage("'%s' is not an option; options start with '-': did you forget the one before it? --help lists them",
                   arg);
@@ -367,6 +379,7 @@ static bool word_in_list(const char* word, const char* list, char sep)
     char buf[64];
     Nearest n = nearest_begin(text);
     for (const char* list = choices; word_next(&list, '|', buf);) nearest_offer(&n, buf);
+    if (text[0] == 0) die_usage("%s needs one of %s, not ''", shown, choices);
     if (n.nearest[0]) die_usage("%s %s: not one of %s; did you mean %s?", shown, text, choices, n.nearest);
     die_usage("%s %s: not one of %s", shown, text, choices);
 }
@@ -457,7 +470,8 @@ static bool alias_has_name(const FlagAlias& a, const char* name)
 static bool alias_has_word(const FlagAlias& a, const char* value)
 {
     const char* word = strchr(a.spelling, '=');
-    return word != nullptr && value != nullptr && strcmp(word + 1, value) == 0;
+    if (word == nullptr || value == nullptr) return false;
+    return (is_true_or_false(value) ? strcasecmp : strcmp)(word + 1, value) == 0;
 }
 
 static bool alias_is_switch(const FlagAlias& a)
@@ -481,6 +495,9 @@ static void flag_given_text(const Flags* flags, int idx, char (&text)[256])
     }
 }
 
+/* Is the value only what the alias's program takes by default? */
+static bool flag_yields(const Flags* flags, int idx) { return flags->as[idx] != nullptr && flags->as[idx]->yields; }
+
 /* A flag may be given by two names if the values are equal. */
 static void flag_set(Flags* flags, int idx, const FlagAlias* as, const char* shown, const char* text)
 {
@@ -488,7 +505,9 @@ static void flag_set(Flags* flags, int idx, const FlagAlias* as, const char* sho
     const FlagAlias* as_before = flags->as[idx];
     char before[256] = "", now[256], buf_before[64], buf_now[64];
     const char* value_before = "";
-    if (flags->given[idx]) {
+    if (flags->given[idx] && as != nullptr && as->yields) return;
+    const bool given = flags->given[idx] && !flag_yields(flags, idx);
+    if (given) {
         bool same = as == nullptr || as_before == nullptr ? as == as_before
                                                           : strcmp(as->spelling, as_before->spelling) == 0;
         if (same) die_usage("%s is given twice", shown);
@@ -497,7 +516,7 @@ static void flag_set(Flags* flags, int idx, const FlagAlias* as, const char* sho
     }
     flag_store(flags, row, shown, text);
     flags->as[idx] = as;
-    if (flags->given[idx] && strcmp(value_before, flag_value(flags, row, buf_now)) != 0) {
+    if (given && strcmp(value_before, flag_value(flags, row, buf_now)) != 0) {
         flag_given_text(flags, idx, now);
         die_usage("%s and %s contradict each other: give one", before, now);
     }
@@ -515,18 +534,26 @@ static void alias_set(Flags* flags, const char* name, const char* value)
         const char* word = strchr(a.spelling, '=');
         if (!alias_has_name(a, name)) continue;
         if (of_word ? !alias_has_word(a, value) : word != nullptr) {
-            if (word != nullptr && a.why == nullptr && strstr(words, word + 1) == nullptr)
-                snprintf(words + strlen(words), sizeof words - strlen(words), " %s", word + 1);
+            if (word != nullptr && a.why == nullptr && !word_in_list(word + 1, words, '|'))
+                snprintf(words + strlen(words), sizeof words - strlen(words), "%s%s", words[0] ? "|" : "", word + 1);
             continue;
         }
         found = true;
-        snprintf(shown, sizeof shown, "%s%s%s", name, word != nullptr ? " " : "", word != nullptr ? word + 1 : "");
+        bool has_word = word != nullptr && word[1] != 0;
+        snprintf(shown, sizeof shown, "%s%s%s", name, has_word ? " " : "", has_word ? word + 1 : "");
         if (a.why != nullptr) die_usage("%s %s", shown, a.why);
         bool off = alias_is_switch(a) && value != nullptr && strcasecmp(value, "false") == 0;
         if (off && a.value != nullptr) flags->denied[&a - flag_aliases] = true;
         else flag_set(flags, a.idx, &a, name, a.value != nullptr ? a.value : value != nullptr ? value : "true");
     }
-    if (!found) die_usage("%s %s means nothing here, have%s", name, value, words);
+    if (!found) value_unknown(name, value, words);
+}
+
+/* No value follows an alias: a row "--name=" says what to do. */
+static void alias_refuse_alone(const char* name)
+{
+    for (const FlagAlias& a : flag_aliases)
+        if (alias_has_name(a, name) && alias_has_word(a, "")) die_usage("%s %s", name, a.why);
 }
 
 /* Finds a name of the command line: a flag's own name, or aliases. */
@@ -558,9 +585,10 @@ static void flags_parse(Flags* flags, const FlagWords* words, int argc, char** a
         if (found.row != nullptr) flag_long_name(found.row, shown);
         else snprintf(shown, sizeof shown, "%s", w.name);
         if (w.value == nullptr && found.takes_value) {
+            const bool ends = next == nullptr || flag_look_up(flag_word(next).name).known;
+            if (ends && found.row == nullptr) alias_refuse_alone(w.name);
             if (next == nullptr) die_usage("%s needs a value", shown);
-            FlagWord after = flag_word(next);
-            if (after.value == nullptr && flag_look_up(after.name).known)
+            if (ends && flag_word(next).value == nullptr)
                 die_usage("%s needs a value, and %s is an option: write %s=%s if it is meant", shown, next, shown,
                           next);
             w.value = argv[++i];
@@ -575,16 +603,19 @@ static void flags_parse(Flags* flags, const FlagWords* words, int argc, char** a
 }
 
 // ----------------------------------------------------------------------------------------------------------- --help
-/* "; also --bf16 = bf16" */
+/* "; also --bf16 = bf16, --dtype": a spelling once, whatever words it takes. */
 static void help_aliases(FILE* f, const FlagRow& row)
 {
     const char* between = "; also";
+    char name[64], last[64] = "";
     for (const FlagAlias& a : flag_aliases) {
-        if (a.idx != (int)(&row - flag_rows)) continue;
-        fprintf(f, "%s %.*s", between, (int)strcspn(a.spelling, "="), a.spelling);
-        if (strchr(a.spelling, '=') != nullptr) fprintf(f, " %s", strchr(a.spelling, '=') + 1);
-        if (a.value != nullptr) fprintf(f, " = %s", a.value);
+        if (a.idx != (int)(&row - flag_rows) || alias_has_name(a, last)) continue;
+        if (&a > flag_aliases && strcmp((&a - 1)->spelling, a.spelling) == 0) continue;   // sets another flag as well
+        snprintf(name, sizeof name, "%.*s", (int)strcspn(a.spelling, "="), a.spelling);
+        fprintf(f, "%s %s", between, name);
+        if (a.value != nullptr && strchr(a.spelling, '=') == nullptr) fprintf(f, " = %s", a.value);
         between = ",";
+        memcpy(last, name, sizeof last);
     }
 }
 
@@ -599,7 +630,7 @@ static void flags_help(const Flags* flags, FILE* f)
         flag_long_name(&row, buf);
         if (row.letter) snprintf(left, sizeof left, "-%c, %s", row.letter, buf);
         else snprintf(left, sizeof left, "    %s", buf);
-        fprintf(f, "  %-22s %s", left, row.help);
+        fprintf(f, "  %-28s %s", left, row.help);
         if (row.kind == ONEOF) fprintf(f, "; one of %s", flag_choices_of(flags, &row));
         const char* value = flag_value(&defaults, &row, buf);
         if (row.kind != SWITCH && value[0]) fprintf(f, " [%s]", value);

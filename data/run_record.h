@@ -73,7 +73,7 @@ static cJSON* repeat_flags(Flags* f)
     for (int idx = 0; idx < NUM_FLAGS; idx++)
         if (f->given[idx] && idx != FLAG_repeat && idx != FLAG_out)
             die_usage("--repeat takes all flags from the run folder but -o: leave %s out",
-                      flag_long_name(&flag_rows[idx], name));
+                      flag_given_name(f, idx, name));
     cJSON* j = record_read(f->repeat);
     const cJSON* list = json_array(j, "arguments", f->repeat);
     const char** argv = (const char**)malloc_checked(((size_t)cJSON_GetArraySize(list) + 3) * sizeof *argv);

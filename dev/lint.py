@@ -47,7 +47,8 @@ EMULATED = {("kernels/prim.cuh", "kernels/emu/emu.h"), ("kernels/cpu/runtime.cpp
             ("kernels/cpu/nccl.cpp", "kernels/emu/emu_check.h"), ("kernels/cpu/nccl.cpp", "kernels/emu/host_mpi.h")}
 PART_OF = re.compile(r"/\* [\w.]+: part of (\w+\.\w+)")
 # A forward declaration: in column 0, ends with a semicolon, no body, no value.
-DECLARED = re.compile(r"^static\b[^;{}=()#]*?\b(\w+)\s*\([^;{}=]*\)[^;{}=]*;", re.M)
+DECLARED = re.compile(r"^(?:\[\[\w+\]\] |template <[^;{}()]*> )?static\b[^;{}=()#]*?"
+                      r"\b(\w+)\s*\([^;{}()]*\)[^;{}=()]*;", re.M)
 # One interface with two implementations: memory of the CPU build and of the emulated build.
 DECLARED_AHEAD = {("kernels/cpu/runtime_shared.h", "default_budget_bytes"),
                   ("kernels/cpu/runtime_shared.h", "host_available_bytes")}
@@ -135,7 +136,7 @@ def folder_of(name):
 def includes_of(path, lines):
     """(line, included file) of the repository, as names from its root."""
     for i, line in enumerate(lines, 1):
-        if not (match := re.match(r'\s*#\s*include "([^"]+)"', line)):
+        if not (match := re.match(r'\s*#\s*include\s*["<]([^">]+)[">]', line)):
             continue
         for target in (path.parent / match[1], ROOT / match[1]):
             if target.exists():

@@ -4,7 +4,9 @@
  *   gpu_generic   a row for any other GPU, from its compute capability, multiprocessors, clock and memory */
 #pragma once
 #include <cctype>
+#include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <initializer_list>
 #include <strings.h>
@@ -24,6 +26,7 @@ static const GpuRow gpu_rows[] = {
     {"GB200", 2500, 80, 8000, 900, 256, 50, 186, 0.72, 330},
     {"B200", 2250, 75, 8000, 900, 64, 50, 180, 0.72, 330},
     {"GH200", 989.4, 67, 4900, 450, 256, 50, 144, 0.75, 300},
+    {"GH200 480GB", 989.4, 67, 4000, 450, 256, 50, 96, 0.75, 300},      // 480 GB are the host's
     {"H200", 989.4, 67, 4800, 450, 64, 50, 141, 0.72, 300},
     {"H200 NVL", 835.5, 60, 4800, 64, 64, 25, 141, 0.72, 250},
     {"H100", 989.4, 67, 3350, 450, 64, 50, 80, 0.72, 300},
@@ -62,15 +65,16 @@ static void gpu_word(const char** at, char (&word)[32])
     if (strncasecmp(word, "SXM", 3) == 0) word[3] = 0;
 }
 
-/* Words that do not tell one GPU from another: the maker's, the socket, kind and size of the memory (80GB, 144G, HBM3).
- * Any other word that a row lacks (D, Ti, SUPER, Laptop, MIG) makes another GPU. */
-static bool gpu_word_is_neutral(const char* word)
+/* Words that do not tell one GPU from another: the maker's, the socket, the kind of memory (HBM3), its size if it is
+ * about the row's (80GB, 144G). Any other word that a row lacks (D, Ti, SUPER, Laptop, MIG, 64GB) makes another GPU. */
+static bool gpu_word_is_neutral(const char* word, double memory_gb)
 {
     for (const char* neutral : {"NVIDIA", "GeForce", "Tesla", "Quadro", "GPU", "Generation", "PCIe", "SXM"})
         if (strcasecmp(word, neutral) == 0) return true;
     size_t digits = strspn(word, "0123456789");
     bool is_size = digits > 0 && (strcasecmp(word + digits, "GB") == 0 || strcasecmp(word + digits, "G") == 0);
-    return is_size || strncasecmp(word, "HBM", 3) == 0;
+    if (is_size) return fabs(atof(word) / memory_gb - 1) < 0.1;
+    return strncasecmp(word, "HBM", 3) == 0;
 }
 
 static bool gpu_has_word(const char* name, const char* word)
@@ -91,7 +95,7 @@ static int gpu_row_matches(const GpuRow* row, const char* name)
         if (!gpu_has_word(name, word)) return 0;
     at = name;
     for (gpu_word(&at, word); word[0]; gpu_word(&at, word))
-        if (!gpu_has_word(row->name, word) && !gpu_word_is_neutral(word)) return 0;
+        if (!gpu_has_word(row->name, word) && !gpu_word_is_neutral(word, row->memory_gb)) return 0;
     return num_words;
 }
 

@@ -1,4 +1,5 @@
 """--config: DeepSpeed's JSON becomes flags; --print-config shows how each key is used."""
+import itertools
 import json
 import math
 import re
@@ -117,11 +118,12 @@ def alias_rows():
     text = (ROOT / "data" / "flag_aliases.h").read_text()
     not_yet = re.search(r'#define FLAG_NOT_YET "(.*)"', text)[1]
     aliases = {}
-    for spelling, field, value in re.findall(r'^    ALIAS\("(\S+)", +(\w+), +(\S+)\) \\$', text, re.M):
+    for spelling, field, value in re.findall(r'^    (?:ALIAS|DEFAULT)\("(\S+)", +(\w+), +(\S+)\) \\$', text, re.M):
         flag = "--" + field.rstrip("_").replace("_", "-")
         aliases.setdefault(spelling, []).append((flag, None if value == "nullptr" else value.strip('"')))
     refused = re.findall(r'^    REFUSED\("(\S+)", +(?:"(.*)"|FLAG_NOT_YET)\)(?: \\)?$', text, re.M)
-    assert sum(map(len, aliases.values())) == text.count(" ALIAS(\"") and len(refused) == text.count(" REFUSED(\"")
+    num_rows = len(re.findall(r' (?:ALIAS|DEFAULT)\("', text))
+    assert sum(map(len, aliases.values())) == num_rows and len(refused) == text.count(" REFUSED(\"")
     return list(aliases.items()), [(spelling, why or not_yet) for spelling, why in refused]
 
 
@@ -155,8 +157,8 @@ def test_alias(folder, spelling, sets):
 
 @pytest.mark.parametrize("spelling,why", REFUSED, ids=lambda x: x if x[0] == "-" else "")
 def test_refused_spelling(spelling, why):
-    run = train_gpt(*spelling.split("="), ok=False)
-    assert run.code == 2 and run.complaint == [f"train_gpt: {spelling.replace('=', ' ')} {why}"]
+    run = train_gpt(*filter(None, spelling.split("=")), ok=False)
+    assert run.code == 2 and run.complaint == [f"train_gpt: {spelling.replace('=', ' ').strip()} {why}"]
 
 
 def test_spellings_are_documented():
@@ -167,11 +169,30 @@ def test_spellings_are_documented():
               for spelling, sets in ALIASES}
     assert {spelling: text for spelling, text in said.items() if spelling in wanted} == wanted
     known = dict(re.findall(r"^\| `(-\S*(?: \w+)?)` \| ([^|`]*?) \|$", page, re.M))
-    assert known == {spelling.replace("=", " "): why for spelling, why in REFUSED}
+    assert known == {spelling.replace("=", " ").strip(): why for spelling, why in REFUSED}
     found, defaults = settings(), re.findall(r"^\| `(--\S+)` \| ([^ |,]+)[^|]*\|[^|]*\|[^|]*\|$", page, re.M)
     assert len(defaults) > 10
     for flag, value in defaults:
         assert found[flag] == (value, "default"), flag
+
+
+def test_what_yields(folder):
+    """An alias's DEFAULT rows: another word on the flag counts instead, before or after, and so does the file."""
+    pairs = ("--lr-decay-style", "cosine"), ("--min-lr", "6e-6"), ("--lr_warmup_iters", 9)
+    for words in itertools.permutations(pairs):
+        found = settings(*itertools.chain(*words))
+        assert found["--min-lr"] == ("6e-06", "command line") and found["--schedule"][0] == "cosine"
+        assert found["--warmup"] == ("9", "command line, as --lr-warmup-iters")
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 30, "warmup_type": "linear"}}
+    (folder / "scheduler.json").write_text(json.dumps({"scheduler": scheduler}))
+    found = settings("--deepspeed", folder / "scheduler.json", "--lr-scheduler-type", "constant_with_warmup")
+    assert found["--warmup"] == ("30", "scheduler.params.warmup_num_steps")
+
+
+def test_deepspeeds_switch(folder):
+    """DeepSpeed's own programs say --deepspeed --deepspeed_config FILE."""
+    run = train_gpt("--deepspeed", "--deepspeed_config=x.json", ok=False)
+    assert run.code == 2 and run.complaint == ["train_gpt: --deepspeed " + dict(REFUSED)["--deepspeed="]]
 
 
 def test_file_and_spellings(folder):
