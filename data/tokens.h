@@ -25,6 +25,7 @@
 #include <fcntl.h>
 #include <glob.h>
 #include <sys/stat.h>
+#include <unistd.h>
 #include "error.h"
 
 static_assert(sizeof(size_t) == 8, "positions in files are size_t and must have 64 bits");
@@ -90,8 +91,42 @@ static inline size_t token_header_u64(const uint32_t* header, int at)
     return (size_t)header[at] | (size_t)header[at + 1] << 32;
 }
 
+/* Does data/prepare.py make shards of files of this name? The suffixes are those of data/sources.py that come first to
+ * mind; Megatron's .bin has its .idx beside it. */
+static inline bool token_path_is_source(const char* path)
+{
+    static const char* suffixes[] = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt",
+                                     ".text", ".md", ".gz", ".zst", ".idx"};
+    size_t length = strlen(path);
+    for (size_t i = 0; i < sizeof suffixes / sizeof *suffixes; i++) {
+        size_t suffix_length = strlen(suffixes[i]);
+        if (length > suffix_length && strcmp(path + length - suffix_length, suffixes[i]) == 0) return true;
+    }
+    char index[4096];
+    if (length < 4 || length >= sizeof index || strcmp(path + length - 4, ".bin") != 0) return false;
+    snprintf(index, sizeof index, "%.*s.idx", (int)length - 4, path);
+    return access(index, F_OK) == 0;
+}
+
+/* The name of a path without folders and suffixes, for data/sets/NAME: its first character and the length. */
+static inline const char* token_path_stem(const char* path, int* length)
+{
+    const char* end = path + strlen(path);
+    while (end > path + 1 && end[-1] == '/') end--;
+    const char* begin = end;
+    while (begin > path && begin[-1] != '/') begin--;
+    const char* dot = begin;
+    while (dot < end && *dot != '.') dot++;
+    *length = (int)((dot > begin ? dot : end) - begin);
+    return begin;
+}
+
 static inline TokenFile token_file_open(const char* path, bool raw)
 {
+    int length;
+    const char* stem = token_path_stem(path, &length);
+    ENSURE(!token_path_is_source(path), "%s: is not a token shard; make shards of it with: python3 data/prepare.py %s "
+           "--out data/sets/%.*s, and train with -d data/sets/%.*s", path, path, length, stem, length, stem);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     ENSURE(fd >= 0, "%s: cannot be opened: %s", path, strerror(errno));
     struct stat st;
@@ -209,7 +244,9 @@ static inline char** token_paths_of_folder(const char* folder, const char* split
     DIR* dir = opendir(folder);
     ENSURE(dir != nullptr, "%s: cannot be listed: %s", folder, strerror(errno));
     char** paths = nullptr;
+    bool has_source = false;
     for (struct dirent* entry = readdir(dir); entry != nullptr; entry = readdir(dir)) {
+        has_source = has_source || token_path_is_source(entry->d_name);
         if (!token_name_matches(entry->d_name, split)) continue;
         size_t length = strlen(folder);
         const char* slash = length > 0 && folder[length - 1] == '/' ? "" : "/";
@@ -219,6 +256,11 @@ static inline char** token_paths_of_folder(const char* folder, const char* split
         paths = token_paths_push(paths, count, path);
     }
     closedir(dir);
+    int length;
+    const char* stem = token_path_stem(folder, &length);
+    ENSURE(*count > 0 || !has_source, "%s: the folder has no %s_*.bin; make token shards of what it has with: python3 "
+           "data/prepare.py %s --out data/sets/%.*s, and train with -d data/sets/%.*s", folder, split, folder, length,
+           stem, length, stem);
     ENSURE(*count > 0, "%s: the folder has no %s_*.bin; make token shards with: python3 data/prepare.py kjv --out %s",
            folder, split, folder);
     return paths;

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what the CPU build, the data scripts and the tests need, on Debian and Ubuntu. It may be run again.
 # As root or with sudo it installs the packages; otherwise it names those that are missing and stops.
-#   scripts/setup.sh [--tests]   with what only scripts/test.sh needs: clang and its sanitizers, for the fuzz targets
+#   scripts/setup.sh [--tests]   with what only scripts/test.sh needs: clang for the fuzz targets, pyarrow, zstandard
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,6 +9,7 @@ PACKAGES="gcc g++ make openmpi-bin libopenmpi-dev libopenblas-openmp-dev libcjso
 PACKAGES="$PACKAGES bible-kjv python3 python3-venv"
 [ "${1:-}" != --tests ] || PACKAGES="$PACKAGES clang libclang-rt-dev"
 PYTHON_PACKAGES="numpy tokenizers matplotlib pytest pytest-xdist"
+[ "${1:-}" != --tests ] || PYTHON_PACKAGES="$PYTHON_PACKAGES pyarrow zstandard"      # data/prepare.py: parquet, .zst
 
 say() { echo "setup: $*"; }
 die() { echo "setup: $*" >&2; exit 1; }
@@ -44,7 +45,8 @@ if [ ! -x .venv/bin/python ]; then
     say "making .venv"
     python3 -m venv .venv
 fi
-has_python_packages() { .venv/bin/python -c "import numpy, tokenizers, matplotlib, pytest, xdist" 2> /dev/null; }
+modules=${PYTHON_PACKAGES/pytest-xdist/xdist}
+has_python_packages() { .venv/bin/python -c "import ${modules// /, }" 2> /dev/null; }
 if ! has_python_packages; then
     say "installing $PYTHON_PACKAGES into .venv"
     # shellcheck disable=SC2086

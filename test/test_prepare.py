@@ -25,7 +25,7 @@ from tokenizers import (AddedToken, Regex, Tokenizer, decoders, models, normaliz
                         trainers)
 
 spec = importlib.util.spec_from_file_location("prepare", PREPARE)
-prepare = importlib.util.module_from_spec(spec)
+prepare = sys.modules["prepare"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(prepare)
 
 
@@ -34,8 +34,8 @@ def test_data(tmp_path_factory):
     """The C++ test program, whose modes read and write files for us."""
     program = str(tmp_path_factory.mktemp("build") / "test_data")
     source = os.path.join(ROOT, "test", "test_data.cpp")
-    subprocess.run(["g++", "-x", "c++", "-std=c++17", "-O1", source, "-o", program, "-lcjson", "-lpcre2-8", "-pthread"],
-                   check=True)
+    subprocess.run(["g++", "-x", "c++", "-std=c++17", "-O1", "-I", ROOT, source, "-o", program, "-lcjson", "-lpcre2-8",
+                    "-pthread"], check=True)
 
     def run(*arguments, data=b""):
         return subprocess.run([program, *map(str, arguments)], input=data, stdout=subprocess.PIPE, check=True).stdout
@@ -129,6 +129,23 @@ def test_raw_files_read_by_c(tmp_path, test_data):
     np.arange(300, dtype="<u2").tofile(tmp_path / "train.bin")
     lines = test_data("--stream", tmp_path, 1, 100, 300).decode().splitlines()
     assert [int(i) for line in lines for i in line.split()] == list(range(299))
+
+
+def test_text_where_shards_belong(tmp_path, test_data, capfd):
+    """The C reader knows the kinds that prepare.py reads, and says the command that makes shards of them."""
+    sources = sys.modules["sources"]
+    kinds = [*(set(sources.KINDS) - {".bin"}), *sources.COMPRESSED, ".txt", ".text", ".md", ".bin"]
+    (tmp_path / "docs.idx").write_bytes(b"")
+    for suffix in kinds:
+        path = tmp_path / f"docs{suffix}"
+        path.write_bytes(b"text")
+        with pytest.raises(subprocess.CalledProcessError):
+            test_data("--stream", path, 0, 64, 600)
+        assert (f"{path}: is not a token shard; make shards of it with: python3 data/prepare.py {path} --out "
+                "data/sets/docs, and train with -d data/sets/docs\n") in capfd.readouterr().err
+    with pytest.raises(subprocess.CalledProcessError):
+        test_data("--stream", tmp_path, 0, 64, 600)
+    assert f"make token shards of what it has with: python3 data/prepare.py {tmp_path} --out" in capfd.readouterr().err
 
 
 def test_shards(prepared, tmp_path):
