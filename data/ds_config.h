@@ -3,8 +3,8 @@
  * Comments are skipped. "auto" (Hugging Face's word for "what the trainer says") leaves the flag to the command line or
  * to its default. Command-line flags override the file. A block that is in the file takes DeepSpeed's defaults for what
  * it leaves out, where they differ from train_gpt's; a block that is not there takes train_gpt's. What becomes of a key
- * is one row of ds_keys.h; a key that has none is a mistake and is refused, with one that is spelled much like it. All
- * refusals of a file are said in one sentence. --print-config shows the result. */
+ * is one row of ds_keys.h; a key without a row is refused, and the message names a key of similar spelling. All
+ * refusals of a file are in one message. --print-config shows the result. */
 #pragma once
 #include "json.h"
 #include "ds_keys.h"

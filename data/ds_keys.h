@@ -8,7 +8,7 @@
  *   ONLY(key, values, why)   accepted with one of the values, refused with any other
  *   UNLESS_OFF(key, why)     a block that is refused where its "enabled" is true
  *   NEVER(key, why)          refused
- * A row for a block speaks for all keys in it. The note is said with the key: what differs from DeepSpeed. */
+ * A row for a block covers all keys in it. The note is printed with the key: what differs from DeepSpeed. */
 #pragma once
 
 #define DS_KEYS \

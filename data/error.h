@@ -3,7 +3,7 @@
  *   ENSURE(cond, fmt, ...)   for the world: files, sizes, memory. Always on. Exit code 1.
  *   die(fmt, ...)            the same without a condition
  *   die_usage(fmt, ...)      the command line is wrong. Exit code 2.
- *   attempt(work, arg, why)  runs work(arg); what it dies of ends the work, not the program
+ *   attempt(work, arg, why)  runs work(arg); a failure in it ends the work, not the program
  * assert() is for our own logic. Nothing here knows MPI: zero/comm.h sets the hooks.  */
 #pragma once
 #include <csetjmp>

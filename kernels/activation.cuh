@@ -1,4 +1,4 @@
-/* activation.cuh: what is between the two matrices of an MLP, element by element: out = f(inp).
+/* activation.cuh: the activation between the two GEMMs of an MLP, element by element: out = f(inp).
  *   gelu_tanh  f = x/2 * (1 + tanh(u)) = x * s      f' = s + x * s * (1 - s) * 2 * du/dx
  *              u = sqrt(2/pi) * (x + 0.044715 * x^3), s = 1/(1 + exp(-2u)): one exponential instead of a tanh
  *   gelu_erf   f = x/2 * (1 + erf(x/sqrt(2)))       f' = (1 + erf(x/sqrt(2)))/2 + x * exp(-x^2/2) / sqrt(2*pi)

@@ -1,4 +1,4 @@
-/* classifier.cuh: softmax, cross-entropy and its gradient in one visit; the gradient replaces the logits.
+/* classifier.cuh: softmax, cross-entropy and its gradient in one pass; the gradient replaces the logits.
  *   loss_n   = log(sum_v exp(z_nv - m_n)) + m_n - z_n,target      m_n = max_v z_nv, over the V real columns
  *   dlogits  = dloss * loss_scale * (softmax(z) - onehot(target))    columns V..VP-1 are out of the softmax: gradient 0
  *   classifier_piece_forward   a row's maximum and sum of exponentials over a piece of the columns join those of the

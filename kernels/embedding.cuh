@@ -1,4 +1,4 @@
-/* embedding.cuh: token rows plus position rows, and the way back. Without positions wpe and dwpe are null.
+/* embedding.cuh: token rows plus position rows, and their gradients. Without positions wpe and dwpe are null.
  *   out[b,t] = wte[tokens[b,t]] + wpe[t]      embedding_rows: out[n] = wte[tokens[n]] + wpe[positions[n]]
  *   of wte there may be some rows only: a range of tokens. Rows of out whose token is not among them stay as they are
  *   dwte[v] += sum of dout[b,t] over the places where tokens[b,t] == v       dwpe[t] += sum_b(dout[b,t])

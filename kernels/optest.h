@@ -455,7 +455,7 @@ static inline double op_dot(const double* a, const double* b, size_t n)
 
 struct OpTotals { int num_passed, num_failed, num_skipped; };
 
-/* bench_gbps: what memory gives (0: not known), for the percentage. */
+/* memory_gbps: bandwidth of the device's memory (0: not known), for the percentage. */
 static inline void op_bench_print(const OpRun* run, double memory_gbps)
 {
     char dims[96];

@@ -3,7 +3,7 @@
  *   bc = 1 - beta^t, t counts applied steps
  * LAMB and Muon take two passes over the elements, First and the rule itself, and see whole tensors between them.
  * To add an optimizer: a struct beside the others, a row in OPTIMIZERS, a rule_ref for the op tests, and a reference in
- * test/test_optimizer.py; whoever forgets one is told which. Enum, --optimizer, --help, kernels, files follow.
+ * test/test_optimizer.py; a missing one is named. Enum, --optimizer, --help, kernels, files follow.
  * shapes  param (n) floatX; sums (tensors,2) double; master, grad and the states that the rule has, (n) stored as
  *         Values says (values.cuh):
  *         master   FP32: param is it rounded to nearest; in fp32 they are one; null: the model uses the master.

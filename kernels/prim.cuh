@@ -10,7 +10,7 @@
  *   ldmatrix_x4(_trans)          four 8x8 matrices of 16-bit elements, one row address a lane
  *   mma_m16n8k16<T>              d(16,8) += a(16,16) b(16,8), T = __nv_bfloat16 or __half, fp32 accumulators
  *   exp2_fast                    2^x in one instruction, 2 ulp off at most; results below 2^-126 are 0
- * Three builds: nvcc (DEVICE_CUDA); DEVICE_EMU, kernels on the CPU through kernels/cpu/emu.h; DEVICE_CPU, which has no
+ * Three builds: nvcc (DEVICE_CUDA); DEVICE_EMU, kernels on the CPU through kernels/emu/emu.h; DEVICE_CPU, which has no
  * kernels and takes HOSTDEV and the runtime's names from here. */
 #pragma once
 #include <cstdint>

@@ -4,11 +4,12 @@
  *            next begins. They cover the step without gaps. Of very many micro-steps the first few are measured, and
  *            the rest is taken to be like them
  *   spans    when asked for (profile_record): each launcher begins with OP(stream, flops, bytes, sizes...), which times
- *            what the rest of its block gives to the stream. Nobody asked: one test of a flag. An OP within an OP
+ *            what the rest of its block gives to the stream. Otherwise: one test of a flag. An OP within an OP
  *            belongs to the outer one; if that is a group it is the sum of what is in it
  * flops and bytes are those of the contract at the head of the op's file: what the op must do and move at least.
- * Communication is what other ranks are waited for. Where it does not overlap with anything (one stream for all, or the
- * CPU build, where each call does its work before it returns) it is a phase as well; where it does, the waits are. */
+ * Communication is the time of waiting for other ranks. Where it does not overlap with anything (one stream for all,
+ * or the CPU build, where each call does its work before it returns) it is a phase as well; where it does, the waits
+ * are. */
 #pragma once
 #include "common.cuh"
 

@@ -1,5 +1,5 @@
 /* step.cuh: what is decided once per step after the gradients are summed: learning rate, clipping, skip, loss scale.
- *   step_state_update, one thread, from four all-reduced sums S (see StepSum):
+ *   step_state_update, one thread, from the all-reduced sums S (see StepSum):
  *     grad_scale = nominal_toks / S[NUM_TOKS] / loss_scale      the backward divided by the nominal count
  *     grad_norm  = sqrt(S[SUM_SQUARES]) * grad_scale            before clipping
  *     clip_coef  = min(1, max_norm / (grad_norm + 1e-6))        1 when max_norm is 0

@@ -1,8 +1,8 @@
 /* values.cuh: arrays of numbers whose storage a flag decides, so that its type is known only when the program runs.
- * Arithmetic sees floats. Kept is, by Dtype,
+ * Arithmetic sees floats. What is stored, by Dtype:
  *   FP32         the float
- *   BF16, FP16   the float rounded to nearest, or (BF16) at random, up as often as the dropped bits say: then the
- *                expectation is the float itself, so that small changes are not always lost
+ *   BF16, FP16   the float rounded to nearest, or (BF16) stochastically: up with the probability that the dropped bits
+ *                give, so that the expectation is the float itself and small changes are not always lost
  *   SPLIT        the float exactly, in two places: the bf16 nearest to it, which is the weight that the model uses, and
  *                the 16 bits below:  bits(x) = bits(weight) * 65536 + low,  low from -32768 to 32767.
  *                Halfway cases go away from zero, else low would not say to which side the weight was rounded

@@ -1,6 +1,6 @@
 /* cost.cuh: what one training step of a planned run does, estimated: each operation by the name of its launcher, how
  * often, its floating-point operations, and the bytes that it must at least move. It follows passes.cuh and
- * zero/update.h without doing anything; test_cost.py holds it to what a run does.
+ * zero/update.h without running anything; test/test_cost.py compares it with what a run does.
  *   step_cost   the table of a rank's step     costs_sum   of some rows of it
  *
  * flops  of GEMMs and attention alone: 2 for each multiply-add that the launcher is asked for. The padding of the

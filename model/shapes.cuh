@@ -1,5 +1,6 @@
-/* shapes.cuh: the shape of a model: the presets, and config.json of a Hugging Face folder, read and written. What would
- * change the numbers and is not built is refused by name. The legend of the letters is in model.cuh. */
+/* shapes.cuh: the shape of a model: the presets, and config.json of a Hugging Face folder, read and written. A key
+ * of config.json that would change the numbers and is not supported is refused by name. The legend of the letters is
+ * in model.cuh. */
 #pragma once
 #include "data/json.h"
 #include "kernels/activation.cuh"
@@ -17,10 +18,10 @@ typedef struct Config {
     bool qkv_bias, proj_bias, mlp_bias;
     Activation activation;  // of the MLP; LLaMA: of its gate
     RopeConfig rope;        // LLaMA
-    float pdrop;            // dropout that config.json names; only said
+    float pdrop;            // dropout that config.json names; printed, not applied
     char* hf_text;          // config.json as it was read, written back as it is; null for presets
     int num_pieces, piece_rows;   // wte and the head as sub-units: model_tensors
-    int num_fp32_units;     // 1 if some tensors are kept in fp32
+    int num_fp32_units;     // 1 if some tensors are stored in fp32
 } Config;
 
 /* Sets what follows from the rest and refuses what no kernel can do; `from` names the preset or file. */

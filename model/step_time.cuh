@@ -1,11 +1,11 @@
-/* step_time.cuh: about how long a step takes: the costs of its operations (cost.cuh) at the rates that such operations
- * reach by themselves. A projection.
+/* step_time.cuh: estimated time of a step: the costs of its operations (cost.cuh) at the rates that such operations
+ * reach by themselves.
  *   step_time    seconds of a step of a planned run      costs_print   the same by operation
  *
  * GPU   GEMM        flops / (product_share * peak) or its bytes, whichever is longer, + 8 us
  *       attention   flops / (attention_tflops * T / (T + T0)), T0 300 forward and 600 backward; heads of 128 are faster
  *       others      bytes / (0.87 * bandwidth) + 3 us
- * CPU   flops as a share of the peak, bytes as one of the triad's bandwidth, both measured at the start: cpu_rates
+ * CPU   flops at a share of the peak, bytes at a share of the triad bandwidth, both measured at the start: cpu_rates
  * network  bytes / link + 50 us per collective. Among more than 8 ranks the link is that of a host's 8 adapters. With
  *       overlap, communication hidden behind the backward (gradients) and the forward (parameters) costs nothing; the
  *       embeddings' gradient comes last and is exposed.

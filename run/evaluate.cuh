@@ -1,4 +1,4 @@
-/* evaluate.cuh: the loss of the validation set, and a sample of text at the end of a run. */
+/* evaluate.cuh: the loss of the validation set, and the sample of text that a run generates at its end. */
 #pragma once
 #include "train_step.cuh"
 

@@ -8,7 +8,7 @@ typedef struct Estimate {
     size_t device_bytes;
     Costs costs;
     StepTime time;
-    double copy_s, step_s;     // move_s: offload of activations; step_s: the step with it
+    double copy_s, step_s;     // copy_s: offload of activations; step_s: the step with it
 } Estimate;
 
 static const char* recompute_name(Setting s, char (&buf)[16])

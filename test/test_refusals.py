@@ -230,7 +230,7 @@ ROWS = [
           "--lr_scheduler_type", "polynomial"),
     usage("--optim needs one of adamw_torch|adamw_torch_fused, not ''", "--optim="),
     usage("--dtype half: not one of float32|bfloat16|float16", "--dtype", "half"),
-    usage("--max-steps and --num-train-epochs both say where the run ends: give one", "--max_steps", 3,
+    usage("--max-steps and --num-train-epochs both set where the run ends: give one", "--max_steps", 3,
           "--num_train_epochs", 2),
     usage("--repeat takes all flags from the run folder but -o: leave --learning-rate out", "--repeat", "{d}",
           "--learning_rate", "1e-3"),

@@ -1,5 +1,5 @@
 /* cublasLt.h: the part of cuBLASLt that train_gpt calls, under NVIDIA's names and values.
- * kernels/cpu/blaslt.cpp interprets it over CBLAS in the emulated build; the CPU build calls CBLAS itself. */
+ * blaslt.cpp implements it over CBLAS, for the emulated build. The CPU build has its own GEMM, kernels/cpu/gemm.h. */
 #pragma once
 #include <cstddef>
 #include <cstdint>
