@@ -349,7 +349,7 @@ def test_refusals(tiny, flags, word):
 @pytest.mark.parametrize("flag", ROWS)
 def test_tables(flag):
     """The words of a flag and its default are rows; every reference here is of one of them."""
-    words, default = re.search(rf'^ +{flag} .*; one of (\S+) \["(\S+)"\]$', HELP, re.M).groups()
+    words, default = re.search(rf"^ +{flag} .*; one of (\S+) \[(\S+)\]", HELP, re.M).groups()
     assert words.split("|") == list(ROWS[flag]) and default in ROWS[flag]
     references = {name for name in globals() if name.startswith(flag[2:] + "_")}
     assert references == {f"{flag[2:]}_{name.replace('-', '_')}" for name in ROWS[flag]}

@@ -587,7 +587,7 @@ def test_wire_within_the_table(tmp_path, stage, micro_steps, ranks, name):
 def test_plan_for_a_gpu(tmp_path):
     """512 H100: figures for another machine; if it does not fit, the plan says what to change."""
     out = train_gpt("--plan", "-m", "llama3-8b", "--gpu", "h100", "--ranks", 512, "-z", 3, "-b", 1, "-t", 2048).out
-    assert "H100" in out and "512 ranks" in out and "s a step" in out and re.search(r"^fits ", out, re.M)
+    assert "H100" in out and "512 ranks" in out and "s per step" in out and re.search(r"^fits ", out, re.M)
     out = train_gpt("--plan", "-m", "llama3-8b", "--gpu", "h100", "--ranks", 8, "-b", 4, "-t", 2048).out
     ladder = out.split("does not fit")[1]
     places = [ladder.index(rung) for rung in ("-z 1", "-z 2", "-z 3", "-r cheap", "fits")]
