@@ -239,11 +239,12 @@ SCRIPT_COMMENT = re.compile(r'(?P<comment>#[^!\n]*|""".*?""")', re.S)
 
 
 def only(kind, pattern, text):
-    """The text with all but one kind of match blanked, no line moved."""
-    kept = list(re.sub(r"[^\n]", " ", text))
+    """What is left of the text with one kind of match alone; lines keep their numbers."""
+    kept, end = [], 0
     for match in pattern.finditer(text):
         if match[kind] is not None:
-            kept[match.start():match.end()] = match[0]
+            kept += ["\n" * text.count("\n", end, match.start()), " ", match[0]]
+            end = match.end()
     return "".join(kept)
 
 
