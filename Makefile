@@ -196,8 +196,8 @@ HEADERS       = $(patsubst ./%,%,$(shell grep -rLE --include=*.h --include=*.cuh
 HEADER_DIRS   = data kernels zero model run
 KERNELS       = kernels/emu/% $(shell grep -l __global__ kernels/*.cuh)
 HEADER_CHECK  = $(CXX) -fsyntax-only -x c++ -std=c++17 -fopenmp -Werror=switch -DPREC_BF16 -I. $(MPI_FLAGS)
-headers: $(addprefix build/headers/cpu/,$(filter-out kernels/emu/%,$(HEADERS))) \
-         $(addprefix build/headers/emu/,$(filter $(KERNELS),$(HEADERS)))
+CPU_HEADERS   = $(addprefix build/headers/cpu/,$(filter-out kernels/emu/%,$(HEADERS)))
+headers: $(CPU_HEADERS) $(addprefix build/headers/emu/,$(filter $(KERNELS),$(HEADERS)))
 	@echo "headers: $(words $^) compile by themselves"
 build/headers/cpu/%: %
 	@mkdir -p $(@D)
@@ -215,7 +215,7 @@ dev:
 # What to run before each commit: under a minute on two cores, from nothing.
 check:
 	@start=$$(date +%s); \
-	$(MAKE) -s DEVICE=cpu DEV=1 PREC=fp32 lint headers build/dev/train_gpt build/dev/test_ops.fp32 || exit; \
+	$(MAKE) -s DEVICE=cpu DEV=1 PREC=fp32 lint $(CPU_HEADERS) build/dev/train_gpt build/dev/test_ops.fp32 || exit; \
 	OMP_NUM_THREADS=1 build/dev/test_ops.fp32 > build/dev/test_ops.log & ops=$$!; \
 	TRAIN_GPT_CPU=build/dev/train_gpt $(PYTHON) -m pytest -q -p no:cacheprovider -n 2 -m "quick and not emu" test; \
 	quick=$$?; wait $$ops; ops=$$?; grep -v '^ok ' build/dev/test_ops.log; \

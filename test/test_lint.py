@@ -9,8 +9,6 @@ import sys
 import pytest
 from util import ROOT, environment, pairwise
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
