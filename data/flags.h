@@ -173,7 +173,7 @@ enum FlagIdx { FLAGS(FLAG_ENUM, HEADING_ENUM) NUM_FLAGS };
 #define HEADING_ROW(name, title) {HEADING_##name, title},
 static const struct { int idx; const char* title; } flag_headings[] = { FLAGS(FLAG_NOTHING, HEADING_ROW) };
 
-/* why: it is refused; yields: to whatever else is said of the flag. */
+/* why: it is refused; yields: any other value of the flag overrides it. */
 typedef struct { const char* spelling; int idx; const char *value, *why; bool yields; } FlagAlias;
 #define ALIAS_ROW(spelling, field, value) {spelling, FLAG_##field, value, nullptr, false},
 #define DEFAULT_ROW(spelling, field, value) {spelling, FLAG_##field, value, nullptr, true},

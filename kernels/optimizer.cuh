@@ -95,7 +95,7 @@ struct Rule {
         float grad_coef, beta1, beta2, step_size, rsqrt_correction2, eps, decay, momentum, dampening;
         bool nesterov;
     };
-    HOSTDEV void adjust(Factors* f, const RuleRun& run) {}             // step_size is lr, if nothing else is said
+    HOSTDEV void adjust(Factors* f, const RuleRun& run) {}             // by default step_size is lr
 };
 
 /* The one slot that may have gaps, where hidden matrices have no state: see OptimizerRuns. */
