@@ -11,95 +11,15 @@
  *     optimizer  28 * parameters              AdamW reads weight, gradient, m, v and writes weight, m, v in fp32
  * It leaves out norms, activations, softmax, cross-entropy and all activations in memory, and lets nothing overlap.
  *
- * FMA peak: every thread runs chains of independent fused multiply-adds in registers; their best speeds are added up.
- * Triad: b = a*s + b over arrays far larger than the caches, two reads and a write, the access pattern of the
- * optimizer. On a shared or throttled machine both rates change by the minute: measure step and floor in turn. The last
- * line is for scripts: fma_gflops X triad_gbps X [floor_ms X].
+ * Both speeds are measured as in the program, by kernels/cpu/peak.h. On a shared or throttled machine they change by
+ * the minute: measure step and floor in turn. The last line is for scripts: fma_gflops X triad_gbps X [floor_ms X].
  *
- * g++ -std=c++17 -O3 -march=native -ffp-contract=fast -fopenmp dev/bench_floor.cpp -o bench_floor */
+ * g++ -std=c++17 -O3 -march=native -ffp-contract=fast -fopenmp -I. dev/bench_floor.cpp -o bench_floor */
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 #include <omp.h>
-#include <sys/mman.h>
-#include "kernels/cpu/simd.h"
-
-static double now_s()
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-enum { NUM_CHAINS = 12 };       // a multiply-add takes 4 cycles, two can start in each: 8 are needed, 12 fit registers
-
-/* noipa: else the compiler evaluates the chain, which starts at a fixed point of x * factor + term. */
-__attribute__((noipa)) static float fma_chains(long num_rounds, vf factor, vf term)
-{
-    vf x[NUM_CHAINS];
-#pragma GCC unroll 12
-    for (int i = 0; i < NUM_CHAINS; i++) x[i] = vf_set((float)i);
-    for (long round = 0; round < num_rounds; round++) {
-#pragma GCC unroll 12
-        for (int i = 0; i < NUM_CHAINS; i++) x[i] = vf_fma(x[i], factor, term);
-    }
-    vf sum = x[0];
-#pragma GCC unroll 12
-    for (int i = 1; i < NUM_CHAINS; i++) sum += x[i];
-    return vf_sum(sum);
-}
-
-/* Each thread times short bursts, which other processes rarely interrupt, and counts its fastest one. */
-static double fma_peak_gflops(int num_threads)
-{
-    const long num_rounds = 300000;
-    double gflops = 0;
-    float sink = 0;
-#pragma omp parallel num_threads(num_threads) reduction(+:gflops, sink)
-    {
-        double best_s = 1e30;
-        for (int rep = 0; rep < 60; rep++) {
-            double start_s = now_s();
-            sink += fma_chains(num_rounds, vf_set(0.999f), vf_set(0.001f));
-            double took_s = now_s() - start_s;
-            if (took_s < best_s) best_s = took_s;
-        }
-        gflops = 2.0 * VF * NUM_CHAINS * num_rounds / best_s * 1e-9;
-    }
-    if (sink == 1.0f) printf("\n");             // uses the result, so that the compiler does not remove the loop
-    return gflops;
-}
-
-static float* big_alloc(size_t num_bytes)
-{
-    float* p = (float*)aligned_alloc(2 << 20, num_bytes);
-    if (p == nullptr) {
-        fprintf(stderr, "bench_floor: cannot allocate %zu bytes\n", num_bytes);
-        exit(1);
-    }
-    madvise(p, num_bytes, MADV_HUGEPAGE);
-    return p;
-}
-
-static double triad_gbps(int num_threads)
-{
-    const long n = 64 << 20;                    // 256 MiB each
-    float *a = big_alloc(n * sizeof(float)), *b = big_alloc(n * sizeof(float));
-    double best_s = 1e30;
-    for (int rep = 0; rep < 6; rep++) {         // the first one faults the pages in and is not counted
-        double start_s = now_s();
-#pragma omp parallel for num_threads(num_threads) schedule(static)
-        for (long i = 0; i < n; i += VF)
-            if (rep == 0) vf_store(a + i, vf_set(1.0f)), vf_store(b + i, vf_set(2.0f));
-            else vf_store(b + i, vf_fma(vf_load(a + i), vf_set(0.5f), vf_load(b + i)));
-        double took_s = now_s() - start_s;
-        if (rep > 0 && took_s < best_s) best_s = took_s;
-    }
-    free(a);
-    free(b);
-    return 3.0 * sizeof(float) * n / best_s * 1e-9;
-}
+#include "kernels/cpu/peak.h"
 
 int main(int argc, char** argv)
 {
@@ -109,7 +29,7 @@ int main(int argc, char** argv)
         return 2;
     }
     const int num_threads = omp_get_max_threads();
-    const double gflops = fma_peak_gflops(num_threads), gbps = triad_gbps(num_threads);
+    const double gflops = cpu_fma_gflops(num_threads), gbps = cpu_triad_gbps(num_threads, 256 << 20);
     printf("%d threads, %d floats a vector: %.1f GFLOP/s fused multiply-add, %.1f GB/s triad\n",
            num_threads, VF, gflops, gbps);
     if (argc == 1) {

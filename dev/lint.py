@@ -31,7 +31,8 @@ NO_RESULT = {"cudaGetLastError", "ncclGetErrorString", "MPI_Abort", "MPI_CHECK"}
 # Absolute paths of one machine, and notes to self.
 FORBIDDEN = re.compile(r"(?<![\w.$}])/(?:home|work|root)/\w|\b(?:TODO|FIXME|XXX|HACK)\b")
 BELOW = ("data", "kernels", "kernels/cpu", "zero", "model", "run")
-# What a folder may include: folders, or single files. All may include data/error.h.
+FOR_ALL = {"data/error.h", "data/clock.h"}
+# What a folder may include beside these: folders, or single files.
 ARROWS = {
     "data": ("data",),
     "kernels/cpu": ("kernels/cpu", "kernels/common.cuh"),
@@ -149,7 +150,7 @@ def check_arrows(path, lines):
     name = str(path.relative_to(ROOT))
     allowed = ARROWS.get(folder_of(name))
     for i, included in includes_of(path, lines):
-        if allowed is not None and included != "data/error.h" and (name, included) not in EMULATED and \
+        if allowed is not None and included not in FOR_ALL and (name, included) not in EMULATED and \
                 folder_of(included) not in allowed and included not in allowed:
             complain(path, i, f"{folder_of(name)}/ does not know {included}")
         whole = PART_OF.match((ROOT / included).read_text())

@@ -4,15 +4,15 @@
  *   device_init      takes the device of this rank          device_imagine   another GPU, for a plan
  *   device_measure   the CPU's peak and bandwidth */
 #pragma once
-#include <ctime>
 #include <sched.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#include "data/clock.h"
 #include "common.cuh"
 #include "gpus.h"
 #ifdef DEVICE_CPU
-#include "kernels/cpu/simd.h"
+#include "kernels/cpu/peak.h"
 #endif
 #ifndef DEVICE_CUDA
 #include "kernels/cpu/device.h"
@@ -29,78 +29,8 @@ typedef struct Device {
     size_t memory_bytes;
 } Device;
 
-static double now_s(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + t.tv_nsec * 1e-9;
-}
-
-#ifdef DEVICE_CPU
-/* Twelve independent accumulators hide the latency of any core's multiply-add. */
-__attribute__((noinline)) static vf peak_loop(long repeats)
-{
-    vf acc[12];
-    for (int k = 0; k < 12; k++) acc[k] = vf_set(0.1f * k);
-    const vf factor = vf_set(0.999f), term = vf_set(0.001f);
-    for (long i = 0; i < repeats; i++) {
-        #pragma GCC unroll 12
-        for (int k = 0; k < 12; k++) acc[k] = acc[k] * factor + term;
-    }
-    for (int k = 1; k < 12; k++) acc[0] += acc[k];
-    return acc[0];
-}
-
-static double peak_seconds(int num_threads, long repeats)
-{
-    volatile float sink = 0;
-    double start = now_s();
-    #pragma omp parallel num_threads(num_threads)
-    {
-        vf sum = peak_loop(repeats);
-        #pragma omp critical
-        sink = sink + sum[0];
-    }
-    return now_s() - start;
-}
-
-/* fp32 multiply-add peak of num_threads threads, in flop/s: the best of ten runs of about 5 ms. More runs, for up to
- * half a second, while that is far from what one thread does by itself: the system may have put two on one core. */
-static double cpu_peak_flops(int num_threads)
-{
-    const long repeats = 500000;
-    double alone_s = 1e30, best_s = 1e30;
-    for (int run = 0; run < 3; run++) alone_s = fmin(alone_s, peak_seconds(1, repeats));
-    const double end_s = now_s() + 0.5;
-    for (int run = 0; run < 10 || (best_s > 1.2 * alone_s && now_s() < end_s); run++)
-        best_s = fmin(best_s, peak_seconds(num_threads, repeats));
-    return 2.0 * 12 * (sizeof(vf) / 4) * repeats * num_threads / best_s;
-}
-
-/* b = a * s + b over arrays far larger than the caches, in bytes of a and b each way: the optimizer's pattern. */
-static double cpu_triad_gbps(int num_threads)
-{
-    const long n = 16 << 20;
-    double best_s = 1e30;
-    float *a = (float*)malloc_checked(n * sizeof *a), *b = (float*)malloc_checked(n * sizeof *b);
-    for (int run = 0; run < 6; run++) {                  // the first brings in the pages
-        double start = now_s();
-        #pragma omp parallel for num_threads(num_threads) schedule(static)
-        for (long i = 0; i < n; i += VF) {
-            if (run == 0) vf_store(a + i, vf_set(1.0f)), vf_store(b + i, vf_set(2.0f));
-            else vf_store(b + i, vf_load(a + i) * vf_set(0.5f) + vf_load(b + i));
-        }
-        double took = now_s() - start;
-        if (run > 0 && took < best_s) best_s = took;
-    }
-    free(a);
-    free(b);
-    return 3.0 * sizeof(float) * n / best_s * 1e-9;
-}
-#endif
-
-/* The peak of this rank while all ranks of the host measure theirs, or TRAIN_GPT_PEAK_GFLOPS of the environment: 65 ms
- * to 0.5 s. The memory's bandwidth too for estimates, which alone need it: 0.1 s. */
+/* The peak of this rank while all ranks of the host measure theirs, or TRAIN_GPT_PEAK_GFLOPS of the environment: 30 ms.
+ * The memory's bandwidth too for estimates, which alone need it: 0.1 s. */
 static void device_measure(Device* d, int host_num_ranks, bool for_estimates)
 {
 #ifdef DEVICE_CPU
@@ -113,9 +43,9 @@ static void device_measure(Device* d, int host_num_ranks, bool for_estimates)
         snprintf(d->peak_source, sizeof d->peak_source, "TRAIN_GPT_PEAK_GFLOPS");
     } else {
         double cores = (double)sysconf(_SC_NPROCESSORS_ONLN), threads = (double)host_num_ranks * d->num_threads;
-        d->peak_flops = cpu_peak_flops(d->num_threads) * fmin(1.0, cores / threads);   // threads may share cores
+        d->peak_flops = 1e9 * cpu_fma_gflops(d->num_threads) * fmin(1.0, cores / threads);   // threads may share cores
     }
-    if (for_estimates) d->memory_gbps = cpu_triad_gbps(d->num_threads);
+    if (for_estimates) d->memory_gbps = cpu_triad_gbps(d->num_threads, 64 << 20);
 #else
     (void)d, (void)host_num_ranks, (void)for_estimates;
 #endif

@@ -1,8 +1,9 @@
 """The CPU's peak: measured where it is printed or used, and only there, or given by TRAIN_GPT_PEAK_GFLOPS."""
 import re
+import subprocess
 
 import pytest
-from util import gpt2_config, model_write, shard_write, train_gpt
+from util import ROOT, binary, gpt2_config, model_write, shard_write, train_gpt
 
 pytestmark = pytest.mark.quick
 
@@ -29,6 +30,30 @@ def test_given(words):
 def test_measured(words):
     peak, source = start_line(train_gpt(*words, TRAIN_GPT_PEAK_GFLOPS="")).groups()
     assert 1 < float(peak) < 1e5 and source is None
+
+
+def test_all_that_is_counted_is_executed():
+    """Twelve chains are counted in each round, so that many multiply-adds the loop must have: the compiler evaluates a
+    chain that starts at its fixed point, and the peak was 12/11 too high."""
+    code = subprocess.run(["objdump", "-d", "--no-show-raw-insn", binary("cpu")], capture_output=True, text=True).stdout
+    loops = re.findall(r"<[^>]*fma_chains[^>]*>:\n((?:.+\n)+)", code)
+    assert loops
+    for loop in loops:
+        fused, products = len(re.findall(r"\bvfn?m(?:add|sub)", loop)), len(re.findall(r"\bv?mulps", loop))
+        assert fused + products == 12, loop
+
+
+def test_as_the_floor_of_the_benchmarks(words):
+    """dev/bench_floor.cpp measures with the same code. Other work on the machine only lowers a figure: best of five."""
+    subprocess.run(["make", "-s", "DEVICE=cpu", "build/cpu/bench_floor"], cwd=ROOT, check=True)
+    for _ in range(5):
+        plan = train_gpt(*words, "--plan", TRAIN_GPT_PEAK_GFLOPS="", OMP_NUM_THREADS="1")
+        floor = subprocess.run([ROOT / "build" / "cpu" / "bench_floor"], capture_output=True, text=True,
+                               env={"OMP_NUM_THREADS": "1"}, check=True).stdout
+        peaks = float(start_line(plan)[1]), float(re.search(r"fma_gflops (\S+)", floor)[1])
+        if abs(peaks[0] / peaks[1] - 1) < 0.02:
+            return
+    assert not peaks, "differ by more than 2 %"
 
 
 @pytest.mark.parametrize("given", ["much", "0", "-5", "inf", "nan", "5 "])
