@@ -45,8 +45,7 @@ static bool optimizer_has_matrices(const Flags* f)
     return optimizer_find(f->optimizer)->phase == TensorPhase::MATRICES;
 }
 
-/* A flag that some optimizer's row names is refused with an optimizer whose row does not name it, unless most use it.
- *  */
+/* A flag that some optimizer's row names is refused with one whose row does not name it, unless most use it. */
 static void rates_refuse(const Flags* f)
 {
     for (const FlagRow& flag : flag_rows) {

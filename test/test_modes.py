@@ -116,6 +116,7 @@ def log_rows():
     return rows
 
 
+@pytest.mark.quick
 def test_log_fields_are_documented(folder, tmp_path):
     """docs/looking.md has the rows of the code, each once; a run writes no field that is none of them."""
     page = (ROOT / "docs" / "looking.md").read_text()

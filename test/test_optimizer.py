@@ -346,6 +346,7 @@ def test_refusals(tiny, flags, word):
     assert run.code == 2 and word in run.complaint[0]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("flag", ROWS)
 def test_tables(flag):
     """The words of a flag and its default are rows; every reference here is of one of them."""
@@ -355,6 +356,7 @@ def test_tables(flag):
     assert references == {f"{flag[2:]}_{name.replace('-', '_')}" for name in ROWS[flag]}
 
 
+@pytest.mark.quick
 def test_docs():
     """docs/optimizers.md has the rows of the program, and no others."""
     page = (ROOT / "docs" / "optimizers.md").read_text()

@@ -196,8 +196,7 @@ static void zero_locate_grad_parts(Zero* z)
     free(parts);
 }
 
-/* After plan_allocate: streams, events, tables. Events are recorded once here, so that the first wait for each returns.
- *  */
+/* After plan_allocate: streams, events, tables. Events are recorded once, so that the first wait for each returns. */
 static void zero_start(Zero* z)
 {
     CUDA_CHECK(cudaStreamCreateWithFlags(&z->compute, cudaStreamNonBlocking));

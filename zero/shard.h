@@ -100,8 +100,7 @@ static bool tensors_part_fp32(Tensor* tensors, int num_tensors)
     return has_fp32;
 }
 
-/* Lays out `tensors` (sorted by unit, units numbered from 0 without a gap) for R ranks. Takes ownership of the array.
- *  */
+/* Lays out `tensors` (sorted by unit, units numbered from 0 without a gap) for R ranks. Takes over the array. */
 static void shard_build(Shard* s, Tensor* tensors, int num_tensors, int num_ranks)
 {
     ENSURE(num_tensors > 0 && num_ranks > 0, "shard_build: %d tensors, %d ranks", num_tensors, num_ranks);

@@ -248,8 +248,8 @@ template <class R> static void params_update(Zero* z, OptimizerConfig config)
     }
 }
 
-/* The boundary, in this order: reduce, overflow check, norm, clip, update of what this rank owns, gather. The host
- * reads the step's result from h_state[slot], slot 0 or 1. */
+/* The boundary, in this order: wait for the last reduction, overflow check, norm, clip, update of what this rank owns,
+ * gather. The host reads the step's result from h_state[slot], slot 0 or 1. */
 static void zero_step_end(Zero* z, StepConfig config, OptimizerConfig optimizer, int slot)
 {
     const Shard* shard = z->shard;
