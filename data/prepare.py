@@ -19,9 +19,8 @@ It writes into data/sets/NAME, or --out:
     meta.json              the data card: bytes, words, tokens and documents of each part, the ids before and after each
                            document, and gzip -9's bits per byte as a mark to compare with
 
-Before each document comes what the tokenizer's post-processor puts there (Llama-3: <|begin_of_text|>), after it the
-base model's end-of-text token (<|end_of_text|>). Tokenizers that put nothing (GPT-2, Qwen2, those trained here) have
-the end-of-text token before each document.
+Before each document comes what the tokenizer's post-processor puts there (Llama-3: <|begin_of_text|>; GPT-2, Qwen2 and
+those trained here: nothing), after it the base model's end-of-text token (<|end_of_text|>, <|endoftext|>).
 
 Text is read as a stream, in less than 1 GB of memory, and tokenized by --workers processes; the shards do not depend on
 their number. The input is read once before, to check it and to find the last 5 %. Until all is written, every file is
@@ -172,7 +171,7 @@ def encode_block(block):
 
 def without_marks(ids):
     """A document of Megatron's without the marks it may have: they are laid as for text."""
-    for mark in (Work.before, Work.after, Work.before):        # GPT-2's end-of-text is after it there, before it here
+    for mark in (Work.before, Work.after, Work.before):        # as some writers lay them: before it, after it, both
         if mark and ids[:len(mark)].tolist() == mark:
             ids = ids[len(mark):]
         if mark and ids[-len(mark):].tolist() == mark:

@@ -126,24 +126,21 @@ def end_of_text_of(tokenizer, path, name):
 
 
 def marks(tokenizer, path=None, name=None):
-    """(ids before each document, ids after it). Before: what the post-processor puts there (<|begin_of_text|>, <s>).
-    After: what it puts there, and the end-of-text token. Where it puts nothing (GPT-2, Qwen2, what is trained here),
-    the end-of-text token comes before each document, so it is also after each but a part's last."""
+    """(ids before each document, ids after it). Before: what the post-processor puts there (<|begin_of_text|>, <s>),
+    for GPT-2, Qwen2 and what is trained here nothing. After: what it puts there, and the end-of-text token."""
     end = end_of_text_of(tokenizer, path, name)
     end = [] if end is None else [end]
     encoding = tokenizer.encode("x")
     text = [i for i, special in enumerate(encoding.special_tokens_mask) if not special]
     before, after = encoding.ids[:text[0]], encoding.ids[text[-1] + 1:]
-    if not before and not after:
-        return end, []
     return before, after if after[-1:] == end else after + end
 
 
 def tokenizer_config(tokenizer, before, after):
     """What transformers reads beside tokenizer.json."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    begin, end = (tokenizer.id_to_token(ids[-1]) if ids else None for ids in (before, after or before))
-    unknown = getattr(tokenizer.model, "unk_token", None) or (end if not after else None)
+    begin, end = (tokenizer.id_to_token(ids[-1]) if ids else None for ids in (before or after, after))
+    unknown = getattr(tokenizer.model, "unk_token", None) or (end if not before else None)      # as GPT-2's own
     names = {"bos_token": begin, "eos_token": end, "unk_token": unknown}
     config.update((key, name) for key, name in names.items() if name)
     return config

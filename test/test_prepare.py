@@ -93,13 +93,13 @@ def test_parts(prepared):
     (train, train_header), = part_tokens(out, "train")
     (val, val_header), = part_tokens(out, "val")
     end = tokenizer.token_to_id("<|endoftext|>")
-    assert train[0] == end and val[0] == end
-    train_text, val_text = (tokenizer.decode(ids[1:], skip_special_tokens=False) for ids in (train, val))
+    assert train[-1] == end and val[-1] == end
+    train_text, val_text = (tokenizer.decode(ids[:-1], skip_special_tokens=False) for ids in (train, val))
     assert train_text + val_text == text and train_text.endswith("\n")
     fraction = len(val_text.encode()) / len(text.encode())
     assert 0.05 <= fraction < 0.052
     # The text was tokenized in pieces; the ids are those of the whole.
-    assert train[1:] == tokenizer.encode(train_text).ids and val[1:] == tokenizer.encode(val_text).ids
+    assert train[:-1] == tokenizer.encode(train_text).ids and val[:-1] == tokenizer.encode(val_text).ids
     for header, part, part_text in ((train_header, "train", train_text), (val_header, "val", val_text)):
         assert header["bytes"] == meta[part]["bytes"] == len(part_text.encode())
         assert header["words"] == meta[part]["words"] == len(part_text.encode().split())
@@ -178,7 +178,7 @@ def test_wikitext_from_a_local_archive(tmp_path):
     tokenizer = Tokenizer.from_file(str(tmp_path / "o" / "tokenizer.json"))
     for part, name in (("train", "train"), ("val", "valid"), ("test", "test")):
         (ids, header), = part_tokens(tmp_path / "o", part)
-        assert tokenizer.decode(ids[1:]) == f" \n = {name} = \n \n It is @-@ {name} . \n" * 50
+        assert tokenizer.decode(ids[:-1]) == f" \n = {name} = \n \n It is @-@ {name} . \n" * 50
         assert header["words"] == 50 * 8
 
 
@@ -233,7 +233,7 @@ def test_kjv(tmp_path, test_data):
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     text = tokenizer.decode(val)
     assert text.endswith("The grace of our Lord Jesus Christ be with you all. Amen.\n")
-    assert encode_by_c(test_data, tmp_path / "tokenizer.json", [text])[0] == (val[1:], text.encode())
+    assert encode_by_c(test_data, tmp_path / "tokenizer.json", [text])[0] == (val[:-1], text.encode())
 
 
 def test_loaded_by_transformers(prepared):

@@ -73,7 +73,7 @@ FAMILIES = {
     "llama3": llama3,
     "llama2": llama2,
 }
-MARKS = {"gpt2": (["<|endoftext|>"], []), "qwen2": (["<|endoftext|>"], []), "llama2": (["<s>"], ["</s>"]),
+MARKS = {"gpt2": ([], ["<|endoftext|>"]), "qwen2": ([], ["<|endoftext|>"]), "llama2": (["<s>"], ["</s>"]),
          "llama3": (["<|begin_of_text|>"], ["<|end_of_text|>"])}
 
 
@@ -184,13 +184,13 @@ def test_shards_are_the_documents(corpus):
     meta = json.load(open(folder / "jsonl" / "meta.json"))
     first = meta["train"]["documents"]
     for part, want in (("train", ids[:first]), ("val", ids[first:])):
-        assert part_tokens(folder / "jsonl", part)[0][0] == [i for document in want for i in [0] + document]
+        assert part_tokens(folder / "jsonl", part)[0][0] == [i for document in want for i in document + [0]]
     assert meta["val"]["documents"] == len(documents) - first
     sizes = [len(d.encode()) for d in documents]
     assert sum(sizes[:first]) <= 0.95 * sum(sizes) < sum(sizes[:first + 1])
     assert meta["train"]["bytes"] == sum(sizes[:first]) and meta["val"]["bytes"] == sum(sizes[first:])
     assert meta["val"]["words"] == sum(len(d.split()) for d in documents[first:])
-    assert meta["documents"] == {"before": ["<|endoftext|>"], "before_ids": [0], "after": [], "after_ids": []}
+    assert meta["documents"] == {"before": [], "before_ids": [], "after": ["<|endoftext|>"], "after_ids": [0]}
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "csv", "tsv", "parquet", "arrow", "datasets", "megatron"])
@@ -205,7 +205,7 @@ def test_format(corpus, kind, tmp_path):
         return
     for name in ("train", "val"):                              # split by tokens there
         (ids, header), = part_tokens(tmp_path / "o", name)
-        assert header["bytes"] == header["words"] == 0 and header["vocab_size"] > 256 and ids[0] == 0
+        assert header["bytes"] == header["words"] == 0 and header["vocab_size"] > 256 and ids[-1] == 0
     joined = [i for part in ("train", "val") for i in part_tokens(tmp_path / "o", part)[0][0]]
     assert joined == [i for part in ("train", "val") for i in part_tokens(folder / "jsonl", part)[0][0]]
 
@@ -228,18 +228,19 @@ def test_nested_folder_of_20_mb(corpus, tmp_path):
     (train, _), = part_tokens(tmp_path / "o", "train")
     (val, header), = part_tokens(tmp_path / "o", "val")
     assert train.count(0) + val.count(0) == len(texts) + 1     # one was cut in two
-    starts = [i for i, token in enumerate(val) if token == 0]
-    for text, begin, end in zip(texts[-3:], starts[-3:], [*starts[-2:], len(val)]):
-        assert val[begin + 1:end] == tokenizer.encode(text).ids
+    ends = [i for i, token in enumerate(val) if token == 0]
+    assert val[-1] == train[-1] == 0
+    for text, before, end in zip(texts[-3:], ends[-4:-1], ends[-3:]):
+        assert val[before + 1:end] == tokenizer.encode(text).ids
 
 
 # ---------------------------------------------------------------- the same bytes as before
 
-EXPECTED = {"book.txt": "6f37931a0809b63c", "d": "8ee6cc468f23d9fa"}
+EXPECTED = {"book.txt": "7fc67fd2d600e4bc", "d": "20158376c110a00d"}
 
 
 def test_shards_of_a_text_are_the_bytes_they_were(tmp_path):
-    """Hashes of what the first prepare.py wrote, which held everything in memory."""
+    """Hashes of what the first prepare.py wrote, which held everything in memory; the end-of-text token moved since."""
     r = random.Random(7)
     words = ["".join(r.choice("abcdeilmnorstuvé") for _ in range(r.randint(1, 9))) for _ in range(900)]
     ends = [".", ",", ":", "\t", " ;  "]
@@ -280,12 +281,11 @@ def test_marks_of_documents(family, tmp_path):
     before, after = MARKS[family]
     assert (card["documents"]["before"], card["documents"]["after"]) == (before, after)
     end = [tokenizer.token_to_id(name) for name in after]
-    begin = [] if after else [tokenizer.token_to_id(name) for name in before]      # else the post-processor puts it
-    want = [begin + tokenizer.encode(document).ids + end for document in documents]
+    want = [tokenizer.encode(document).ids + end for document in documents]    # before it: the post-processor
     found = [i for part in ("train", "val") for ids, _ in part_tokens(tmp_path / "o", part) for i in ids]
     assert found == sum(want, [])
     config = json.load(open(tmp_path / "o" / "tokenizer_config.json"))
-    assert (config["bos_token"], config["eos_token"]) == (before[0], (after or before)[0])
+    assert (config["bos_token"], config["eos_token"]) == ((before or after)[0], after[0])
     places, _ = prepare.cutting(tokenizer)
     assert places is not None and len(list(prepare.pieces_of(unit_of(documents[2]), places))) > 1
 
@@ -322,7 +322,7 @@ def test_pieces_only_where_the_tokenizer_cuts(kind, tmp_path):
     tokenizer.save(str(tmp_path / "t.json"))
     (tmp_path / "d.txt").write_text("of the " * 9000 + "\n" + "of the " * 900 + "\n")
     run_prepare(tmp_path / "d.txt", "--tokenizer", tmp_path / "t.json", "--out", tmp_path / "o")
-    assert part_tokens(tmp_path / "o", "train")[0][0][1:] == tokenizer.encode("of the " * 9000 + "\n").ids
+    assert part_tokens(tmp_path / "o", "train")[0][0][:-1] == tokenizer.encode("of the " * 9000 + "\n").ids
 
 
 # ---------------------------------------------------------------- what is refused, in one sentence
