@@ -4,9 +4,8 @@
 SHELL       := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-HAVE_NVCC      := $(shell command -v nvcc)
-HAVE_GPU       := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
-DEFAULT_DEVICE := $(if $(and $(HAVE_NVCC),$(HAVE_GPU)),cuda,cpu)
+HAVE_GPU       := $(shell nvidia-smi -L 2>/dev/null | grep -m 1 '^GPU ')
+DEFAULT_DEVICE := $(if $(HAVE_GPU),cuda,cpu)
 DEVICE         ?= $(DEFAULT_DEVICE)
 # Variants of the emulated build: CHECK=1 (kernels/emu/emu_check.cpp) and COVERAGE=1 (dev/coverage.sh). Of the CPU
 # build: SANITIZE=1 (addresses, undefined behaviour, leaks) and DEV=1 (-O1, compiled in a third of the time).
@@ -19,20 +18,21 @@ ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
 endif
 
 CXX  ?= g++
-NVCC ?= nvcc
+# The answer of scripts/toolchain.sh; its sentence is an error.
+ask   = $(eval answer := $$(shell MPICC='$(MPICC)' CUDA_HOME='$(CUDA_HOME)' scripts/toolchain.sh $(1)))$\
+        $(if $(filter-out 0,$(.SHELLSTATUS)),$(error $(answer)),$(answer))
 LIBS := -lcjson -lpcre2-8 -ldl
 # A switch over an enum has no default, so that a missing case is an error (for nvcc: below).
 WARN := -Wall -Wextra -Werror=switch -Wno-unused-function -Wno-unused-parameter -Wno-unknown-pragmas
 
 # ---- MPI and NCCL -----------------------------------------------------------------------------------------------
+COMPILES := $(filter-out help clean lint list-tests,$(or $(MAKECMDGOALS),all))
 ifdef NO_MPI
   MPI_FLAGS := -DNO_MPI
-else ifneq ($(filter-out help clean lint list-tests,$(or $(MAKECMDGOALS),all)),)
-  ifeq ($(shell command -v mpicc),)
-    $(error mpicc is not here: run scripts/setup.sh, or build for one process with NO_MPI=1)
-  endif
-  MPI_FLAGS := -DOMPI_SKIP_MPICXX $(shell mpicc --showme:compile)
-  LIBS      += $(shell mpicc --showme:link)
+else ifneq ($(COMPILES),)
+  COMPILER  := $(if $(filter cuda,$(DEVICE)),nvcc,gcc)
+  MPI_FLAGS := -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(call ask,mpi compile $(COMPILER))
+  LIBS      += $(call ask,mpi link $(COMPILER))
 endif
 ifdef NO_NCCL
   MPI_FLAGS += -DNO_NCCL
@@ -83,11 +83,20 @@ else ifeq ($(DEVICE),emu)
 else ifeq ($(DEVICE),cuda)
   PREC       ?= fp32 bf16 fp16
   TEST_PRECS := $(PREC)
-  # The GPUs of this machine, else sm_80 sm_90 sm_100; PTX of the newest for later GPUs.
-  ARCH       ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
-                  | tr -d . | grep -x '[0-9]*' | sort -nu),80 90 100)
-  NEWEST     := $(lastword $(ARCH))
-  GENCODE    := $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
+  ifndef NVCC
+    NVCC     := $(call ask,nvcc)
+  endif
+  ifneq ($(COMPILES),)
+    ifeq ($(NVCC),)
+      $(error $(or $(HAVE_GPU),DEVICE=cuda): no nvcc in PATH, CUDA_HOME or /usr/local/cuda*: install the CUDA toolkit \
+          (docs/building.md), or build for the CPU with DEVICE=cpu)
+    endif
+    # ARCH, the GPUs of this machine, or those in use; PTX of the newest for later GPUs.
+    ARCHS    := $(call ask,arch $(NVCC) $(ARCH))
+    $(if $(NO_NCCL),,$(call ask,nccl $(NVCC)))
+  endif
+  NEWEST     := $(lastword $(ARCHS))
+  GENCODE    := $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
                 -gencode arch=compute_$(NEWEST),code=compute_$(NEWEST)
   COMPILE    := $(NVCC) -std=c++17 -O3 --threads 0 -Xcompiler -fopenmp,-Wall,-Werror=switch -DDEVICE_CUDA -I. \
                 $(MPI_FLAGS) $(GENCODE)
@@ -258,7 +267,7 @@ help:
 	@echo "DEVICE=cuda         nvcc, cuBLASLt, NCCL"
 	@echo "ISA='avx512 avx2 sse2'  one CPU binary for every x86-64 machine (default: native, this one's instruction set)"
 	@echo "PREC='fp32 bf16'    precisions to compile (now: $(PREC))"
-	@echo "ARCH='80 90'        GPU architectures (cuda; default: the GPUs found, else 80 90 100)"
+	@echo "ARCH='80 90'        GPU architectures (cuda; default: the GPUs found, else those in use)"
 	@echo "NO_MPI=1 NO_NCCL=1  one process: leave MPI or NCCL out"
 
 # For scripts: make -s DEVICE=emu print-COMPILE

@@ -80,4 +80,14 @@ END
     chmod 755 "$wrapper"
     say "wrote $wrapper, which lets root use mpirun (remove it to undo)"
 fi
+
+# ---- CUDA: NVIDIA's own packages, which are not installed unasked ------------------------------------------------
+if nvidia-smi -L > /dev/null 2>&1; then
+    nvcc=$(scripts/toolchain.sh nvcc)
+    if [ -z "$nvcc" ]; then
+        say "a GPU is here, but no nvcc: install cuda-toolkit and libnccl-dev (docs/building.md)"
+    else
+        scripts/toolchain.sh nccl "$nvcc" || true
+    fi
+fi
 say "done; next: make"

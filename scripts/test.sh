@@ -114,7 +114,7 @@ export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_mpi_yield_when_idle=1
 run lint make -s lint
 run headers make -s DEVICE=cpu headers
 for device in "${devices[@]}"; do
-    if [ "$device" = cuda ] && ! command -v nvcc > /dev/null; then
+    if [ "$device" = cuda ] && [ -z "$(scripts/toolchain.sh nvcc)" ]; then
         skip cuda-build "no nvcc here"
         continue
     fi
