@@ -6,7 +6,7 @@
  *   json_int(j, key, min, max, file)               required; json_float json_string json_bool json_object json_array
  *   json_int_or(j, key, fallback, min, max, file)  optional: missing or null gives the fallback; same for the others
  *   json_add_int(j, key, x) ..._float _string _bool _object _array
- *   json_write_file(path, j)                       2 spaces a level, as Python's json.dumps(indent=2), and fsync
+ *   json_write_file(path, j)                       2 spaces a level, as Python's json.dumps(indent=2); see file_write
  *   JsonText t                                     a growing string: json_text_add(&t, fmt, ...) json_text_quote(&t, s)
  *
  * `file` in messages is whatever the reader of the message should check: a path, or "path: section".
@@ -20,9 +20,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <fcntl.h>
-#include <sys/stat.h>
-#include "error.h"
+#include "files.h"
 
 #define JSON_MAX_INT ((long long)1 << 53)
 
@@ -77,28 +75,6 @@ static inline void json_text_free(JsonText* t)
 
 /* ---------------------------------------------------------------- reading */
 
-/* The whole file, with a NUL after it. */
-static inline char* json_read_file(const char* path, size_t* length)
-{
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    ENSURE(fd >= 0, "%s: cannot be opened: %s", path, strerror(errno));
-    struct stat st;
-    ENSURE(fstat(fd, &st) == 0, "%s: cannot be examined: %s", path, strerror(errno));
-    ENSURE(S_ISREG(st.st_mode), "%s: is not a plain file", path);
-    size_t size = (size_t)st.st_size;
-    char* text = (char*)malloc_checked(size + 1);
-    for (*length = 0; *length < size;) {
-        ssize_t n = read(fd, text + *length, size - *length);
-        if (n < 0 && errno == EINTR) continue;
-        ENSURE(n > 0, "%s: reading failed at byte %zu of %zu: %s", path, *length, size,
-               n < 0 ? strerror(errno) : "the file became shorter");
-        *length += (size_t)n;
-    }
-    close(fd);
-    text[size] = 0;
-    return text;
-}
-
 /* The comma before the bracket at `end`, where parsing stopped, or before the one it has just read; else
  * null. */
 static inline const char* json_last_comma(const char* text, const char* end)
@@ -111,8 +87,8 @@ static inline const char* json_last_comma(const char* text, const char* end)
 
 static inline cJSON* json_parse(const char* text, size_t length, const char* file)
 {
-    ENSURE(memchr(text, 0, length) == nullptr, "%s: holds a zero byte at byte %zu, JSON has none; the file is damaged",
-           file, strlen(text));
+    ENSURE_INTACT(memchr(text, 0, length) == nullptr, "%s: holds a zero byte at byte %zu, JSON has none; the file is "
+                  "damaged", file, strlen(text));
     const char* end = nullptr;
     cJSON* root = cJSON_ParseWithOpts(text, &end, 1);
     if (root != nullptr) return root;
@@ -125,19 +101,20 @@ static inline cJSON* json_parse(const char* text, size_t length, const char* fil
         column = *c == '\n' ? 1 : column + 1;
     }
     if (comma != nullptr)
-        die("%s: line %zu, column %zu: a comma after the last item, JSON has none there; take it out", file, line,
-            column);
-    if (*end == 0) die("%s: line %zu, column %zu: the JSON ends too early; the file was cut short", file, line, column);
-    die("%s: line %zu, column %zu: not valid JSON at \"%.*s\"; mend it there", file, line, column,
-        (int)strcspn(end, "\n") < 24 ? (int)strcspn(end, "\n") : 24, end);
+        die_damaged("%s: line %zu, column %zu: a comma after the last item, JSON has none there; take it out", file,
+                    line, column);
+    ENSURE_INTACT(*end != 0, "%s: line %zu, column %zu: the JSON ends too early; the file was cut short", file, line,
+                  column);
+    die_damaged("%s: line %zu, column %zu: not valid JSON at \"%.*s\"; mend it there", file, line, column,
+                (int)strcspn(end, "\n") < 24 ? (int)strcspn(end, "\n") : 24, end);
 }
 
 static inline cJSON* json_parse_file(const char* path)
 {
     size_t length;
-    char* text = json_read_file(path, &length);
+    char* text = (char*)hold(file_read(path, &length));
     cJSON* root = json_parse(text, length, path);
-    free(text);
+    give_back(text);
     return root;
 }
 
@@ -251,6 +228,9 @@ static inline bool json_bool_or(const cJSON* object, const char* key, bool fallb
 
 /* ---------------------------------------------------------------- writing */
 
+/* For hold(): a tree that an attempt gives back. */
+static inline void json_delete_held(void* tree) { cJSON_Delete((cJSON*)tree); }
+
 static inline cJSON* json_new_object()
 {
     cJSON* object = cJSON_CreateObject();
@@ -329,25 +309,12 @@ static inline void json_text_item(JsonText* t, const cJSON* item, int depth)
     json_text_add(t, is_object ? "}" : "]");
 }
 
-static inline void json_write_text(const char* path, const char* text, size_t length)
-{
-    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    ENSURE(fd >= 0, "%s: cannot be created: %s", path, strerror(errno));
-    for (size_t done = 0; done < length;) {
-        ssize_t n = write(fd, text + done, length - done);
-        if (n < 0 && errno == EINTR) continue;
-        ENSURE(n > 0, "%s: writing failed at byte %zu of %zu: %s", path, done, length,
-               n < 0 ? strerror(errno) : "nothing was written");
-        done += (size_t)n;
-    }
-    ENSURE(fsync(fd) == 0 && close(fd) == 0, "%s: bringing it to the disk failed: %s", path, strerror(errno));
-}
-
 static inline void json_write_file(const char* path, const cJSON* root)
 {
     JsonText t = {nullptr, 0, 0};
     json_text_item(&t, root, 0);
     json_text_add(&t, "\n");
-    json_write_text(path, t.text, t.length);
-    json_text_free(&t);
+    hold(t.text);
+    file_write(path, t.text, t.length);
+    give_back(t.text);
 }

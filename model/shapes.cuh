@@ -211,7 +211,7 @@ static void config_read(Config* c, const char* path)
     c->V = (int)json_int(j, "vocab_size", 1, 1 << 24, path);
     cJSON_Delete(j);
     size_t length;
-    c->hf_text = json_read_file(path, &length);
+    c->hf_text = file_read(path, &length);
     config_finish(c, path);
 }
 
@@ -263,8 +263,9 @@ static void config_write_text(const char* text, const char* path, const char* dt
     }
     JsonText t = {nullptr, 0, 0};
     json_text_add(&t, "%.*s%s%s", (int)(from - text), text, from < to ? dtype : "", to);
-    json_write_text(path, t.text, t.length);
-    json_text_free(&t);
+    hold(t.text);
+    file_write(path, t.text, t.length);
+    give_back(t.text);
 }
 
 /* The config as config.json: what was read, byte for byte but for the type of the weights, else that of a preset. dtype
@@ -288,6 +289,7 @@ static void config_write(const Config* c, const char* path, const char* dtype)
     json_add_bool(j, "tie_word_embeddings", c->tied);
     json_add_float(j, "initializer_range", 0.02);
     json_add_string(j, "torch_dtype", torch_dtype);
+    hold(j, json_delete_held);
     json_write_file(path, j);
-    cJSON_Delete(j);
+    give_back(j);
 }

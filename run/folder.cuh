@@ -27,20 +27,30 @@ static void write_small_files(const char* folder, void* context)
 static void write_checkpoint_files(const char* folder, void* context)
 {
     const RunLog* log = &((Run*)context)->log;
-    if (log->f != nullptr) ENSURE(fsync(log->fd) == 0, "%s: cannot be synced: %s", log->path, strerror(errno));
+    if (log->f != nullptr)
+        ENSURE(TEMP_FAILURE_RETRY(fsync(log->fd)) == 0, "%s: cannot be synced: %s", log->path, strerror(errno));
     write_small_files(folder, context);
 }
+
+/* The log says which checkpoints were complete: where it does, a run is never begun anew (choose_resume). */
+#define SAVE_FIELDS(F) \
+    F(step,  int,  "", true, (long long)s->state.step, "after which it was made") \
+    F(saved, text, "", true, strrchr(s->path, '/') + 1, "the checkpoint, which is complete from here on")
 
 static void save_say(Run* run)
 {
     const Saver* s = &run->saver;
+    if (run->comm.rank == 0 && s->beside[0]) fprintf(stderr, "train_gpt: %s\n", s->beside);
     if (!s->failed) {
         SAY("saved %s in %.2f s: training waited %.2f s, its threads took %.2f s\n", s->path,
             watch_now_s() - s->begun_s, s->waited_s, s->thread_s);
+        RunLog* log = &run->log;
+        log_begin(log);
+        SAVE_FIELDS(LOG_FIELD)
+        log_end(log);
         return;
     }
-    char newest[4096];
-    if (!checkpoint_find(run->flags->out, true, newest)) snprintf(newest, sizeof newest, "none");
+    const char* newest = s->newest[0] ? s->newest : "none";
     bool goes_on = strcmp(run->flags->on_save_error, "continue") == 0 && s->state.step < run->num_steps &&
                    run->ask != Ask::END;
     if (!goes_on) die("%s is not saved: %s; the newest checkpoint is %s", s->path, s->why, newest);
@@ -130,9 +140,50 @@ static void set_aside(const Run* run, const char* folder, const char* why)
 {
     char damaged[4200];
     snprintf(damaged, sizeof damaged, "%s.damaged", folder);
-    for (int k = 2; access(damaged, F_OK) == 0; k++) snprintf(damaged, sizeof damaged, "%s.damaged.%d", folder, k);
-    ENSURE(rename(folder, damaged) == 0, "%s; it cannot be renamed to %s: %s", why, damaged, strerror(errno));
+    for (int k = 2; file_exists(damaged); k++) snprintf(damaged, sizeof damaged, "%s.damaged.%d", folder, k);
+    ENSURE(TEMP_FAILURE_RETRY(rename(folder, damaged)) == 0, "%s; it cannot be renamed to %s: %s", why, damaged,
+           strerror(errno));
     SAY("damaged %s\n        renamed to %s: resuming from the one before\n", why, damaged);
+}
+
+/* A checkpoint that cannot be loaded ends the run: it is damaged, or cannot be read now and may be whole. */
+[[noreturn]] static void die_not_loaded(Outcome outcome, const char* folder, const char* why)
+{
+    if (outcome == Outcome::DAMAGED) die("%s; --resume from the one before", why);
+    die("%s; %s is left as it is: start again when it can be read", why, folder);
+}
+
+/* Rank 0: the newest checkpoint of a run folder that is not damaged; damaged ones are set aside. False without one. */
+static bool newest_intact(const Run* run, const char* out, char (&path)[4096])
+{
+    char why[1024];
+    while (checkpoint_find(out, false, path)) {
+        switch (attempt(check_checkpoint, path, why)) {
+            case Outcome::WELL:    return true;
+            case Outcome::DAMAGED: set_aside(run, path, why); break;
+            case Outcome::FAILED:  die_not_loaded(Outcome::FAILED, path, why);
+        }
+    }
+    return false;
+}
+
+/* Rank 0: a run begins anew only where there is neither a damaged checkpoint, which may be worth mending, nor a log
+ * that says of one. */
+static void ensure_anew(const char* out)
+{
+    char name[256] = "";
+    const char* what_now = "bring a checkpoint back, or --resume another FOLDER; to begin anew, take another -o or "
+                           "move this one away";
+    DIR* dir = folder_open(out);
+    if (dir == nullptr) return;
+    for (const char* each; (each = folder_next(dir, out)) != nullptr; )
+        if (strncmp(each, "step_", 5) == 0 && strstr(each, ".damaged") != nullptr && strcmp(each, name) > 0)
+            snprintf(name, sizeof name, "%s", each);
+    folder_close(dir);
+    ENSURE(name[0] == 0, "--resume %s: every checkpoint there is damaged, the newest is %s: %s", out, name, what_now);
+    long long step = log_checkpoint_step(out);
+    ENSURE(step == 0, "--resume %s: there is no checkpoint, but its log says that there was one of step %lld: %s", out,
+           step, what_now);
 }
 
 /* The checkpoint that --resume names: itself, or the newest complete one of a run folder; `auto` skips those that are
@@ -142,19 +193,16 @@ static void choose_resume(Run* run, char (&path)[4096])
     const Flags* f = run->flags;
     path[0] = 0;
     if (!f->resume[0]) return;
-    bool automatic = resumes_automatically(run);
-    const char* folder = automatic ? f->out : f->resume;
     if (run->comm.rank == 0) {
-        bool found, passed_over = false;
         char why[1024];
-        while ((found = checkpoint_find(folder, !automatic, path)) && !attempt(check_checkpoint, path, why)) {
-            if (!automatic) die("%s; --resume from the one before", why);
-            set_aside(run, path, why);
-            passed_over = true;
-        }
-        ENSURE(found || (automatic && !passed_over), passed_over ? "--resume %s: every checkpoint there is damaged" :
-               "--resume %s: no complete checkpoint there (a folder with state.json, or step_* folders of that kind)",
-               folder);
+        bool automatic = resumes_automatically(run);
+        bool found = automatic ? newest_intact(run, f->out, path) : checkpoint_find(f->resume, true, path);
+        if (!found) path[0] = 0;
+        if (!found && automatic) ensure_anew(f->out);
+        ENSURE(found || automatic, "--resume %s: no complete checkpoint there (a folder with state.json, or step_* "
+               "folders of that kind)", f->resume);
+        Outcome outcome = automatic ? Outcome::WELL : attempt(check_checkpoint, path, why);
+        if (outcome != Outcome::WELL) die_not_loaded(outcome, path, why);
     }
     comm_broadcast_host(&run->comm, path, sizeof path);
 }
@@ -176,13 +224,15 @@ static void resume(Run* run, char (&folder)[4096])
     RunState state;
     size_t read_bytes;
     char why[1024];
-    while (!checkpoint_load(&run->zero, folder, run->model.config.tied, &state, &read_bytes, why)) {
-        if (!resumes_automatically(run)) die("%s; --resume from the one before", why);
+    Outcome outcome;
+    while ((outcome = checkpoint_load(&run->zero, folder, run->model.config.tied, &state, &read_bytes, why)) !=
+           Outcome::WELL) {
+        if (outcome == Outcome::FAILED || !resumes_automatically(run)) die_not_loaded(outcome, folder, why);
         if (run->comm.rank == 0) set_aside(run, folder, why);
         choose_resume(run, folder);
-        ENSURE(folder[0], "--resume %s: every checkpoint there is damaged", run->flags->out);
         choose_tokenizer(run, run->flags->model[0] ? run->flags->model : folder);
     }
+    snprintf(run->saver.newest, sizeof run->saver.newest, "%s", folder);
     StepState device_state = step_state_init(run->config, first_loss_scale(run->flags));
     device_state.num_applied = state.num_applied;
     device_state.num_skipped = state.num_skipped;
@@ -245,9 +295,9 @@ static void record_start(Run* run, const char* model_name)
         json_add_bool(j, "model_is_here", model_is_here);
         record_arguments(j, f, model_name, is_preset, model_is_here);
         if (run->products != nullptr) cJSON_AddItemToObject(j, "products", cJSON_Duplicate(run->products, true));
-        json_write_file(path, j);
-        cJSON_Delete(j);
         write_small_files(f->out, run);
+        json_write_file(path, j);                        // last: where it is, the others are
+        cJSON_Delete(j);
     }
     free(all);
 }
@@ -293,17 +343,16 @@ static void repeat_say(const Run* run, const char* hash)
     snprintf(path, sizeof path, "%s/log.jsonl", run->flags->repeat);
     snprintf(key, sizeof key, "{\"step\": %zu,", run->step);
     snprintf(want, sizeof want, "\"state_hash\": \"%s\"", hash);
-    FILE* log = fopen(path, "r");
-    char* line = nullptr;
-    size_t size = 0;
     bool same = false, found = false;
-    while (log != nullptr && getline(&line, &size, log) > 0) {
-        if (strncmp(line, key, strlen(key)) != 0 || strstr(line, "state_hash") == nullptr) continue;
+    size_t length;
+    char* text = file_exists(path) ? file_read(path, &length) : nullptr;
+    for (const char* line = text; line != nullptr; line = strchr(line, '\n'), line += line != nullptr) {
+        const char* hash_at = strncmp(line, key, strlen(key)) == 0 ? strstr(line, "\"state_hash\": ") : nullptr;
+        if (hash_at == nullptr || hash_at > line + strcspn(line, "\n")) continue;
         found = true;
-        same = strstr(line, want) != nullptr;
+        same = strncmp(hash_at, want, strlen(want)) == 0;
     }
-    free(line);
-    if (log != nullptr) fclose(log);
+    free(text);
     SAY("repeat  %s\n", !found ? "the run's log has no state hash of this step" :
         same ? "the same bits as the run" : "other bits than the run's");
 }

@@ -78,7 +78,7 @@ static bool path_exists(const char* folder, const char* name, char (&path)[4096]
 {
     int n = snprintf(path, sizeof path, "%s%s%s", folder, name[0] ? "/" : "", name);
     ENSURE(n < (int)sizeof path, "%s: the name is too long", folder);
-    return access(path, R_OK) == 0;
+    return file_exists(path);
 }
 
 /* Any two of {global batch, B, G} give the third (docs/numbers.md: batch arithmetic). */
@@ -164,12 +164,12 @@ static void choose_tokenizer(Run* run, const char* model_name)
 
 static bool folder_has_split(const char* folder, const char* split)
 {
-    DIR* dir = opendir(folder);
+    DIR* dir = folder_open(folder);
     if (dir == nullptr) return false;
     bool found = false;
-    for (struct dirent* entry; (entry = readdir(dir)) != nullptr;)
-        found = found || token_name_matches(entry->d_name, split);
-    closedir(dir);
+    for (const char* name; (name = folder_next(dir, folder)) != nullptr; )
+        found = found || token_name_matches(name, split);
+    folder_close(dir);
     return found;
 }
 

@@ -28,12 +28,13 @@ static void weights_init(Run* run)
 static void weights_start(Run* run, const char* folder, bool from_scratch)
 {
     const Config* c = &run->model.config;
-    char file[4200], why[1024];
+    char file[4096], why[1024];
     size_t read_bytes;
-    snprintf(file, sizeof file, "%s/state.json", folder);
+    bool is_checkpoint = path_exists(folder, "state.json", file);
+    comm_broadcast_host(&run->comm, &is_checkpoint, sizeof is_checkpoint);
     if (c->hf_text == nullptr || from_scratch) weights_init(run);
-    else if (!all_ranks_see(&run->comm, file)) weights_load(&run->zero, folder, c->tied);
-    else if (!checkpoint_load(&run->zero, folder, c->tied, nullptr, &read_bytes, why)) die("%s", why);
+    else if (!is_checkpoint) weights_load(&run->zero, folder, c->tied);
+    else if (checkpoint_load(&run->zero, folder, c->tied, nullptr, &read_bytes, why) != Outcome::WELL) die("%s", why);
 }
 
 /* Flags, files and plan: all that can be refused before anything is allocated. Returns the model's name; resume_path is

@@ -310,17 +310,18 @@ static void comm_texts_in_turn(const Comm* c, FILE* f, const char* text, size_t 
 #endif
 }
 
-/* Whether `well` holds on every rank. If not, every rank gets the `why` of the first rank that failed. */
-static bool comm_all_well(const Comm* c, bool well, char (&why)[1024])
+/* The worst outcome of any rank. Every rank gets the `why` of the first rank that has it. */
+static Outcome comm_outcome(const Comm* c, Outcome own, char (&why)[1024])
 {
-    int failed_rank = -(int)comm_max_host(c, well ? -c->num_ranks : -c->rank);
+    int worst = (int)comm_max_host(c, (int)own * c->num_ranks + c->num_ranks - 1 - c->rank);
+    Outcome outcome = (Outcome)(worst / c->num_ranks);
 #ifndef NO_MPI
-    if (c->num_ranks > 1 && failed_rank < c->num_ranks)
-        MPI_CHECK(MPI_Bcast(why, sizeof why, MPI_BYTE, failed_rank, MPI_COMM_WORLD));
+    if (c->num_ranks > 1 && outcome != Outcome::WELL)
+        MPI_CHECK(MPI_Bcast(why, sizeof why, MPI_BYTE, c->num_ranks - 1 - worst % c->num_ranks, MPI_COMM_WORLD));
 #else
     (void)why;
 #endif
-    return failed_rank == c->num_ranks;
+    return outcome;
 }
 
 /* All ranks must have the same value: a hash of command line, data, ... */

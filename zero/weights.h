@@ -4,7 +4,7 @@
  * Whether q, k and v are one tensor or three is in the model's table: joined tensors are stored as one matrix. A folder
  * that not all ranks see is read by rank 0, which sends it to the others. Not handled: an export to such a folder. */
 #pragma once
-#include "data/folder.h"
+#include "data/files.h"
 #include "data/safetensors.h"
 #include "stages.h"
 
@@ -72,9 +72,32 @@ static uint64_t tensor_sum(const float* values, size_t first, size_t count)
     return sum;
 }
 
+/* By name: a model's folder may be copied to each host. */
 static bool all_ranks_see(const Comm* c, const char* path)
 {
     return comm_max_host(c, access(path, R_OK) != 0) == 0;
+}
+
+/* Do all ranks see this folder of rank 0's, and not another of the same name, such as an old copy of the run on a
+ * host's own disk? Rank 0 writes a file whose name no other start uses, and the others look for it. Where rank 0 cannot
+ * write: false. */
+static bool folder_is_shared(const Comm* c, const char* folder)
+{
+    if (c->num_ranks == 1) return true;
+    char probe[4200];
+    struct timespec now = {};
+    clock_gettime(CLOCK_REALTIME, &now);
+    uint64_t name = ((uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec) ^ (uint64_t)getpid() << 40;
+    comm_broadcast_host(c, &name, sizeof name);
+    snprintf(probe, sizeof probe, "%s/.probe.%016llx", folder, (unsigned long long)name);
+    int fd = c->rank == 0 ? (int)TEMP_FAILURE_RETRY(open(probe, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) : -1;
+    comm_barrier(c);
+    bool shared = comm_max_host(c, c->rank == 0 ? fd < 0 : access(probe, F_OK) != 0) == 0;
+    if (fd >= 0) {
+        close(fd);
+        unlink(probe);
+    }
+    return shared;
 }
 
 /* Reads a state of tensor t. Each rank reads its slice; if the files are not shared, rank 0 reads for all. If states
@@ -103,13 +126,13 @@ static void state_read(Zero* z, int state, const Tensor* t, const SafeTensors* f
     }
 }
 
-/* Reads the weights that this rank updates from the folder's model.safetensors, without gathering units. Adds
- * tensor_sum of what this rank has read to sums (num_tensors; pieces to their first), unless it is null. Returns the
- * bytes of tensors that it has read. */
-static size_t weights_read(Zero* z, const char* folder, bool tied, uint64_t* sums)
+/* Reads the weights that this rank updates from the folder's model.safetensors, without gathering units; if the folder
+ * is not shared, rank 0 reads. Adds tensor_sum of what this rank has read to sums (num_tensors; pieces to their first),
+ * unless it is null. Returns the bytes of tensors that it has read. */
+static size_t weights_read(Zero* z, const char* folder, bool tied, bool shared, uint64_t* sums)
 {
     const Shard* s = z->shard;
-    const bool shared = all_ranks_see(z->comm, folder), reads = shared || z->comm->rank == 0;
+    const bool reads = shared || z->comm->rank == 0;
     SafeTensors* files = reads ? safetensors_open(folder) : nullptr;
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
@@ -136,7 +159,7 @@ static size_t weights_read(Zero* z, const char* folder, bool tied, uint64_t* sum
 /* The weights from a folder, on every rank. */
 static void weights_load(Zero* z, const char* folder, bool tied)
 {
-    weights_read(z, folder, tied, nullptr);
+    weights_read(z, folder, tied, all_ranks_see(z->comm, folder), nullptr);
     zero_params_loaded(z);
 }
 
@@ -200,7 +223,7 @@ static void weights_export(Zero* z, const char* folder, SafeDtype dtype, size_t 
     snprintf(index, sizeof index, "%s.index.json", file);
     if (z->comm->rank == 0) {
         for (const char* old : {file, index})
-            ENSURE(access(old, F_OK) != 0, "%s exists and is not overwritten: --export to another folder", old);
+            ENSURE(!file_exists(old), "%s exists and is not overwritten: --export to another folder", old);
         folder_make(folder);
     }
     weights_write(z, file, dtype, max_file_bytes);

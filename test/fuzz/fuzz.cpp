@@ -316,6 +316,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t length)
     if (!accepted) {
         for (int i = 0; i < num_blocks; i++) free((void*)blocks[i]);
         close_range(first_fd, ~0u, 0);
+        num_held = 0;
     }
     num_blocks = 0;
     return 0;
