@@ -6,6 +6,7 @@
  *   json_int(j, key, min, max, file)               required; json_float json_string json_bool json_object json_array
  *   json_int_or(j, key, fallback, min, max, file)  optional: missing or null gives the fallback; same for the others
  *   json_add_int(j, key, x) ..._float _string _bool _object _array
+ *   json_add_int64, json_int64                     any int64: written as a string, read from one or from a number
  *   json_write_file(path, j)                       2 spaces a level, as Python's json.dumps(indent=2), and fsync
  *   JsonText t                                     a growing string: json_text_add(&t, fmt, ...) json_text_quote(&t, s)
  *
@@ -249,6 +250,19 @@ static inline bool json_bool_or(const cJSON* object, const char* key, bool fallb
     return json_has(object, key) ? json_bool(object, key, file) : fallback;
 }
 
+/* As json_add_int64 wrote it, or a number. Not negative. */
+static inline long long json_int64(const cJSON* object, const char* key, const char* file)
+{
+    const cJSON* item = json_require(object, key, file);
+    if (!cJSON_IsString(item)) return json_item_int(item, key, 0, JSON_MAX_INT, file);
+    char* end;
+    errno = 0;
+    long long x = strtoll(item->valuestring, &end, 10);
+    ENSURE(isdigit((unsigned char)item->valuestring[0]) && *end == 0 && errno == 0,
+           "%s: \"%s\" is \"%s\", must be a whole number up to %lld", file, key, item->valuestring, LLONG_MAX);
+    return x;
+}
+
 /* ---------------------------------------------------------------- writing */
 
 static inline cJSON* json_new_object()
@@ -268,6 +282,13 @@ static inline void json_add_int(cJSON* object, const char* key, long long x)
 {
     ENSURE(x >= -JSON_MAX_INT && x <= JSON_MAX_INT, "\"%s\" is %lld, JSON holds whole numbers up to 2^53 only", key, x);
     json_added(cJSON_AddNumberToObject(object, key, (double)x), key);
+}
+
+static inline void json_add_int64(cJSON* object, const char* key, long long x)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%lld", x);
+    json_added(cJSON_AddStringToObject(object, key, text), key);
 }
 
 static inline void json_add_float(cJSON* object, const char* key, double x)     // NaN and Inf become null

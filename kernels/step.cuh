@@ -174,7 +174,7 @@ HOSTDEV void loss_scale_update(StepState* state, const StepConfig& config, bool 
     }
     if (config.consecutive_hysteresis) state->hysteresis_left = config.hysteresis;
     if (++state->num_good_steps == config.loss_scale_window) {
-        state->loss_scale *= 2.0;
+        state->loss_scale = fmin(state->loss_scale * 2.0, 0x1p127);    // kernels multiply with it as a float
         state->hysteresis_left = config.hysteresis;
         state->num_good_steps = 0;
     }

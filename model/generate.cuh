@@ -297,7 +297,7 @@ static bool prompt_read(Prompt* p, const Model* m, Generator* g)
     p->config.top_p = json_float_or(j, "top_p", p->config.top_p, 0, 1, from);
     p->config.repetition_penalty = json_float_or(j, "repetition_penalty", p->config.repetition_penalty, 1e-3, 1e3,
                                                  from);
-    p->config.seed = (uint64_t)json_int_or(j, "seed", (long long)p->config.seed, 0, JSON_MAX_INT, from);
+    if (json_has(j, "seed")) p->config.seed = (uint64_t)json_int64(j, "seed", from);
     p->wants_logits = json_bool_or(j, "logits", false, from);
     size_t num_ids = 0;
     int* ids;

@@ -7,6 +7,7 @@
  *   repeat_check   do ranks and data match the run to reproduce?   repeat_say  are the bits equal? */
 #pragma once
 #include "run.cuh"
+#include "data/folder_lock.h"
 #include "data/run_record.h"
 #include "version.h"
 #include "zero/save.h"
@@ -125,14 +126,73 @@ static bool resumes_automatically(const Run* run) { return strcmp(run->flags->re
 
 static void check_checkpoint(void* folder) { cJSON_Delete(checkpoint_open((const char*)folder)); }
 
-/* Rank 0: renames a damaged checkpoint, so that it can be inspected. */
+/* A checkpoint that is passed over is renamed: to step_N.damaged or step_N.skipped, with a number if there is one. So
+ * it can be inspected, and is not in the way of the run that comes to step N again. */
+static bool checkpoint_rename(const char* folder, const char* suffix, char (&renamed)[4200])
+{
+    snprintf(renamed, sizeof renamed, "%s.%s", folder, suffix);
+    for (int k = 2; access(renamed, F_OK) == 0; k++) snprintf(renamed, sizeof renamed, "%s.%s.%d", folder, suffix, k);
+    return rename(folder, renamed) == 0;
+}
+
+/* Rank 0, of a damaged checkpoint. Only the run that has the folder's lock renames. */
 static void set_aside(const Run* run, const char* folder, const char* why)
 {
     char damaged[4200];
-    snprintf(damaged, sizeof damaged, "%s.damaged", folder);
-    for (int k = 2; access(damaged, F_OK) == 0; k++) snprintf(damaged, sizeof damaged, "%s.damaged.%d", folder, k);
-    ENSURE(rename(folder, damaged) == 0, "%s; it cannot be renamed to %s: %s", why, damaged, strerror(errno));
+    if (!run->owns_out) die("%s; --resume from the one before", why);
+    ENSURE(checkpoint_rename(folder, "damaged", damaged), "%s; it cannot be renamed to %s: %s", why, damaged,
+           strerror(errno));
     SAY("damaged %s\n        renamed to %s: resuming from the one before\n", why, damaged);
+}
+
+/* Was the checkpoint saved in a streak of skipped steps, so that its weights may be those that give non-finite
+ * gradients? A dynamic loss scale is found by skipped steps, up to --hysteresis of them for each time it is halved. */
+static bool saved_in_streak(const Run* run, const char* folder)
+{
+    char path[4200];
+    const bool dynamic = is_fp16() && run->flags->loss_scale == 0;
+    snprintf(path, sizeof path, "%s/state.json", folder);
+    cJSON* j = json_parse_file(path);
+    long long num_skipped = json_int_or(j, "num_skipped_in_a_row", 0, 0, JSON_MAX_INT, path);
+    cJSON_Delete(j);
+    return num_skipped > (dynamic ? run->flags->hysteresis : 0);
+}
+
+/* Rank 0: if `path`, the newest checkpoint, was saved in a streak, it becomes the newest one before that, and those of
+ * the streak are renamed. If there is none before, the run resumes in the streak. */
+static void streak_leave(const Run* run, char (&path)[4096])
+{
+    char why[1024], renamed[4200];
+    long long* steps;
+    int count = checkpoint_list(run->flags->out, true, &steps), i = 0;
+    for (bool found = false; i < count && !found; i += !found) {
+        checkpoint_path(path, run->flags->out, (size_t)steps[i], "");
+        found = attempt(check_checkpoint, path, why) && !saved_in_streak(run, path);
+    }
+    const int num_newer = i < count ? i : 0;
+    for (i = 0; i < num_newer && run->owns_out; i++) {
+        checkpoint_path(path, run->flags->out, (size_t)steps[i], "");
+        ENSURE(checkpoint_rename(path, "skipped", renamed), "%s: cannot be renamed to %s: %s", path, renamed,
+               strerror(errno));
+    }
+    checkpoint_path(path, run->flags->out, (size_t)steps[num_newer], "");
+    if (num_newer > 0)
+        SAY("skipped checkpoints of steps %lld to %lld were saved in a streak of skipped steps: %sresuming from before "
+            "it\n", steps[num_newer - 1], steps[0], run->owns_out ? "renamed to step_*.skipped, " : "");
+    free(steps);
+}
+
+/* When non-finite gradients end a run that has skipped every step since --resume auto: the checkpoint that it resumed
+ * from leads there. Rank 0 renames it too, if there is one before it. */
+static bool streak_disown(const Run* run, size_t num_applied)
+{
+    char renamed[4200];
+    long long* steps;
+    if (run->comm.rank != 0 || !run->resumed_from[0] || num_applied != run->resumed_applied) return false;
+    int count = checkpoint_list(run->flags->out, true, &steps);
+    bool has_before = count > 0 && steps[count - 1] < (long long)run->resumed_step;
+    free(steps);
+    return has_before && checkpoint_rename(run->resumed_from, "skipped", renamed);
 }
 
 /* The checkpoint that --resume names: itself, or the newest complete one of a run folder; `auto` skips those that are
@@ -152,6 +212,7 @@ static void choose_resume(Run* run, char (&path)[4096])
             set_aside(run, path, why);
             passed_over = true;
         }
+        if (found && automatic) streak_leave(run, path);
         ENSURE(found || (automatic && !passed_over), passed_over ? "--resume %s: every checkpoint there is damaged" :
                "--resume %s: no complete checkpoint there (a folder with state.json, or step_* folders of that kind)",
                folder);
@@ -194,7 +255,9 @@ static void resume(Run* run, char (&folder)[4096])
         device_state.hysteresis_left = state.hysteresis_left;
     }
     CUDA_CHECK(cudaMemcpy(run->zero.state, &device_state, sizeof device_state, cudaMemcpyHostToDevice));
-    run->step = state.step;
+    run->step = run->resumed_step = state.step;
+    run->resumed_applied = state.num_applied;
+    if (resumes_automatically(run)) memcpy(run->resumed_from, folder, sizeof folder);
     run->val_due = state.val_due;
     ENSURE(state.seq_len == (size_t)run->T,
            "%s: was trained with -t %zu, now -t %d: the data position counts windows of that length; give -t %zu",

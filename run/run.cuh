@@ -53,6 +53,9 @@ typedef struct Run {
     Ramp batch_ramp, seq_ramp;     // of global_batch and T
     size_t num_steps;              // total
     size_t step;                   // steps done, skipped ones included
+    bool owns_out;                 // this run may change the folder of -o: rank 0 has its lock
+    char resumed_from[4096];       // of --resume auto; empty: new weights
+    size_t resumed_step, resumed_applied;   // RunState of that checkpoint
     RunLog log;
     cJSON* products;               // tune.cuh's choices, for run.json; null: none
     int *h_tokens, *h_targets;     // (STEPS_IN_FLIGHT,G,B,T) pinned: a batch never waits for the copy of another
@@ -137,6 +140,24 @@ static bool batch_of_run(Run* run, const char* resume_path)
     return true;
 }
 
+/* Refuses sizes that fit one by one but not multiplied: a batch beyond what -b, -g and --batch take, and more rows of
+ * a micro-step than kernels count in an int. */
+static void batch_refuse(const Run* run)
+{
+    const long long B = run->B, G = run->G, R = run->comm.num_ranks, T = run->T;
+    const struct { FlagIdx idx; long long value; } parts[] = {
+        {FLAG_micro_batch, B}, {FLAG_grad_accum, G}, {FLAG_batch, B * G * R}};
+    char name[64];
+    for (const auto& part : parts)
+        if (part.value > flag_rows[part.idx].high)
+            die_usage("a batch of %lld sequences = %lld per micro-step x %lld micro-steps x %lld ranks: %s is at most "
+                      "%.0Lf: give others of -b, -g and --batch", B * G * R, B, G, R,
+                      flag_long_name(&flag_rows[part.idx], name), flag_rows[part.idx].high);
+    if (B * T > INT_MAX)
+        die_usage("-b %lld x -t %lld = %lld tokens in a micro-step, at most %d: lower -b and raise -g", B, T, B * T,
+                  INT_MAX);
+}
+
 /* The shape of the model, from a preset or a folder with config.json. */
 static void choose_model(Run* run, const char* name, int data_V)
 {
@@ -194,21 +215,35 @@ static size_t step_micro_steps(const Run* run, size_t step)
 }
 static int step_seq_len(const Run* run, size_t step) { return (int)ramp_size(run->seq_ramp, step, 8, run->T); }
 
-/* Number of windows used by the steps before `end`. */
-static size_t windows_before(const Run* run, size_t end)
+/* The first step after `step`, which is within --batch-ramp, that may have another number of micro-steps. */
+static size_t step_of_next_size(const Run* run, size_t step)
+{
+    return ramp_next(run->batch_ramp, step, (size_t)run->B * run->comm.num_ranks, run->global_batch);
+}
+
+/* Number of windows used by the steps before `end`, which may be any number: hence a double. */
+static double windows_before(const Run* run, size_t end)
 {
     size_t used = 0, step = 0;
-    for (; step < end && step < run->batch_ramp.steps; step++)
-        used += step_micro_steps(run, step) * run->B * run->comm.num_ranks;
-    return used + (end - step) * run->global_batch;
+    while (step < end && step < run->batch_ramp.steps) {
+        size_t next = step_of_next_size(run, step), alike = (next < end ? next : end) - step;
+        used += alike * step_micro_steps(run, step) * run->B * run->comm.num_ranks;
+        step += alike;
+    }
+    return (double)used + (double)(end - step) * (double)run->global_batch;
 }
 
 /* The last step if the run uses `windows` windows from step `first`. */
 static size_t last_step(const Run* run, size_t first, size_t windows)
 {
     size_t step = first, used = 0;
-    for (; used < windows && step < run->batch_ramp.steps; step++)
-        used += step_micro_steps(run, step) * run->B * run->comm.num_ranks;
+    while (used < windows && step < run->batch_ramp.steps) {
+        size_t batch = step_micro_steps(run, step) * run->B * run->comm.num_ranks;
+        size_t alike = step_of_next_size(run, step) - step, needed = ceil_div(windows - used, batch);
+        alike = needed < alike ? needed : alike;
+        used += alike * batch;
+        step += alike;
+    }
     return used < windows ? step + ceil_div(windows - used, run->global_batch) : step;
 }
 

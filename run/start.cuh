@@ -42,6 +42,8 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
 {
     const Flags* f = run->flags;
     device_init(&run->device, run->comm.host_rank, run->comm.host_num_ranks, (size_t)f->device_mb);
+    run->owns_out = trains && f->out[0];       // --bench has no -o
+    if (run->owns_out && run->comm.rank == 0) folder_lock(f->out);
     choose_resume(run, resume_path);
     const char* model_name = f->model[0] ? f->model : resume_path[0] ? resume_path : DEFAULT_MODEL;
     if ((trains && !f->bench) || f->eval || (f->plan && access(f->data, R_OK) == 0)) open_data(run);
@@ -56,6 +58,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     else if (trains || f->plan || f->auto_)
         device_measure(&run->device, run->comm.host_num_ranks, f->plan || f->auto_);
     if (!f->elastic || !batch_of_run(run, resume_path)) batch_arithmetic(run, run->comm.num_ranks);
+    batch_refuse(run);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks, f->fp32_tensors);
     rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, offloaded_from_flag(f->offload),

@@ -1,6 +1,7 @@
 /* train_step.cuh: one training step: copies of micro-batches to the device, forward and backward, the update; and its
  * result, which is read when the next step is already enqueued. */
 #pragma once
+#include "folder.cuh"
 #include "report.cuh"
 
 /* Copies the next micro-batch of `loader` to the device through the idx-th pinned buffer, T tokens of each row. Does
@@ -58,10 +59,12 @@ static void train_step(Run* run)
 /* Ends the run; every rank calls this at the same step. */
 [[noreturn]] static void stop_at_nonfinite(Run* run, const StepState* s, size_t step, int slot)
 {
+    const char* name = nonfinite_name(run, slot);
+    const bool disowned = streak_disown(run, s->num_applied);
     die("step %zu: the gradient is not finite, %s; the first non-finite tensor is %s (loss %g): lower -l, or check "
-        "the data; the last checkpoint is as it was", step,
-        s->loss_scale_exhausted ? "at the smallest loss scale" : "10 times in a row", nonfinite_name(run, slot),
-        s->loss);
+        "the data; %s", step, s->loss_scale_exhausted ? "at the smallest loss scale" : "10 times in a row", name,
+        s->loss, disowned ? "no step could be taken from the checkpoint that the run resumed from: it is renamed to "
+        "step_N.skipped, and --resume auto takes the one before" : "the last checkpoint is as it was");
 }
 
 /* Waits for the result of step `step` (counted from 1), prints and logs it; ends the run if the loss scale is at its

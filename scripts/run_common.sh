@@ -188,7 +188,7 @@ train() {
     fi
     merge -d "$shards" -o "$out" --resume auto "$@" "${small[@]}" "${more[@]}"
     launch "${flags[@]}"
-    trained=$(find "$out" -maxdepth 1 -name 'step_*' | sort | tail -n 1)
+    trained=$(scripts/newest_checkpoint.sh "$out")
 }
 
 # perplexities MODEL PART: PART is val or test. A window of T tokens has T targets here; blocks of Hugging Face's

@@ -242,7 +242,7 @@ static void state_json_write(const RunState* s, const Zero* z, const uint64_t* s
         json_add_int(j, "num_good_steps", s->num_good_steps);
         json_add_int(j, "hysteresis_left", s->hysteresis_left);
     }
-    json_add_int(j, "seed", (long long)s->seed);
+    json_add_int64(j, "seed", (long long)s->seed);
     json_add_int(j, "seq_len", (long long)s->seq_len);
     json_add_int(j, "global_batch", (long long)s->global_batch);
     cJSON* spikes = json_add_object(j, "spikes");
@@ -308,7 +308,7 @@ static void load_counters(const CheckpointLoad* l)
     s->has_loss_scale = s->loss_scale > 0;
     s->num_good_steps = (int)json_int_or(j, "num_good_steps", 0, 0, INT_MAX, path);
     s->hysteresis_left = (int)json_int_or(j, "hysteresis_left", 0, 0, INT_MAX, path);
-    s->seed = (unsigned long long)json_int(j, "seed", 0, JSON_MAX_INT, path);
+    s->seed = (unsigned long long)json_int64(j, "seed", path);
     s->seq_len = (size_t)json_int(j, "seq_len", 1, JSON_MAX_INT, path);
     s->global_batch = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);
     s->fp32_weights = strcmp(json_string_or(j, "master", "fp32", path), "bf16") != 0;
