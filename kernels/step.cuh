@@ -422,6 +422,10 @@ static void loss_scale_test(OpRun* run)
         op_check_value(run, "exhausted", state.loss_scale_exhausted, STEPS[i].exhausted, 0.0);
         if (!STEPS[i].overflow) op_check_value(run, "norm, scale of this backward", state.grad_norm, 4.0 / scale, 0.0);
     }
+    const double good[NUM_STEP_SUMS] = {16.0, 0.0, 1.0, 1.0};
+    state = step_state_init(config, 0x1p126);
+    for (int i = 0; i < 6; i++) step_state_advance(&state, good, config);
+    op_check_value(run, "the largest scale", state.loss_scale, 0x1p127, 0.0);
 }
 
 static const OpTest step_tests[] = {

@@ -425,3 +425,20 @@ def test_changes_are_said(tmp_path):
     said = re.findall(r"^        --(\S+) is (\S+), was (\S*)$", rest.out, re.M)
     assert sorted(said) == [("clip", "0.5", "1"), ("param-group", "*.bias:lr=0.5", ""), ("spike-window", "50", "100"),
                             ("steps", "6", "4"), ("weight-decay", "0.2", "0.1")]
+
+
+def test_seed_of_any_size(tmp_path):
+    """The largest seed is whole in state.json (as text), run.json and the log; a number, as older versions wrote it, is
+    read too."""
+    seed, args = (1 << 63) - 1, flags(tmp_path, 4, "--save-every", 2)
+    run = train_gpt(*args, "-s", seed, out=tmp_path / "run")
+    state = json.loads((run.checkpoint(2) / "state.json").read_text())
+    assert state["seed"] == str(seed)
+    assert f"--seed={seed}" in json.loads((run.folder / "run.json").read_text())["arguments"]
+    assert json.loads((run.folder / "log.jsonl").read_text().splitlines()[0])["run"]["seed"] == seed
+    rest = train_gpt(*args, "-s", seed, "--resume", run.checkpoint(2), out=tmp_path / "rest")
+    assert "--seed is" not in rest.out and rest.log[-1]["state_hash"] == run.log[-1]["state_hash"]
+    state.update(format=1, seed=41)                                          # without checksums
+    (run.checkpoint(2) / "state.json").write_text(json.dumps(state))
+    other = train_gpt(*args, "-s", seed, "--resume", run.checkpoint(2), out=tmp_path / "other")
+    assert f"--seed is {seed}, was 41" in other.out

@@ -182,28 +182,41 @@ def supervise(folder, ranks, *args, more=()):
 
 
 def launcher_of(script):
-    """The mpirun that supervise.sh has started."""
+    """The mpirun that supervise.sh has started; 0 between two starts."""
     found = subprocess.run(["pgrep", "-P", str(script), "mpirun"], capture_output=True, text=True).stdout.split()
-    return int(found[0])
+    return int(found[0]) if found else 0
 
 
-def supervise_with_a_loss(folder, args, awaited, ranks_left):
-    """The output if one of three ranks is killed as soon as the run folder has a file."""
+def lose_a_rank(process, launcher=0):
+    """Kills the second of three ranks of the mpirun under way, another one than `launcher`, which is returned."""
+    while True:
+        assert process.poll() is None
+        running = launcher_of(process.pid)
+        if running not in (0, launcher) and len(ranks_of(running)) == 3:
+            os.kill(ranks_of(running)[1], signal.SIGKILL)
+            return running
+        time.sleep(0.01)
+
+
+def supervise_with_losses(folder, args, awaited):
+    """The output if a rank is killed as soon as the run folder has a file, and another in the next start at once."""
     process = supervise(folder, 3, *args, "-o", folder / "run")
     while not list((folder / "run").glob(awaited)):
         assert process.poll() is None
         time.sleep(0.01)
-    os.kill(ranks_of(launcher_of(process.pid))[1], signal.SIGKILL)
+    lose_a_rank(process, lose_a_rank(process))
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0, out
-    assert "1 ranks lost" in out and f"supervise: {ranks_left} ranks, from" in out and "supervise: done" in out
+    assert out.count("1 ranks lost") == 2 and out.count("supervise: 3 ranks, from") == 2 and "supervise: done" in out
     return out
 
 
 def test_supervise(folder):
-    """One of three ranks is killed: two continue with the same global batch and reach the losses of an unbroken run."""
+    """One of three ranks is killed, which is started again, and once more before there is a new checkpoint: two continue
+    with the same global batch and reach the losses of an unbroken run."""
     args = flags(folder, "-g", 4, "-n", 60, "--save-every", 10, "-z", 2, "--timeout", 20, micro_batch=1)
-    out = supervise_with_a_loss(folder, args, "step_*0", 2)
+    out = supervise_with_losses(folder, args, "step_*0")
+    assert "at most 2 from here on" in out and "supervise: 2 ranks, from" in out
     assert "batch   12 sequences = 1 per micro-step x 6 micro-steps x 2 ranks" in out
     unbroken = train_gpt(*args, ranks=3, out=folder / "unbroken", **ONE_THREAD)
     log = read_log(folder / "run" / "log.jsonl")
@@ -211,14 +224,59 @@ def test_supervise(folder):
     assert [entry["loss"] for entry in log] == pytest.approx(unbroken.series("loss"), rel=1e-5)
 
 
+def test_supervise_one_rank(folder):
+    """It is killed and started again, with the bits of an unbroken run; SIGTERM between two starts ends the script."""
+    args = flags(folder, "-n", 1500, "--save-every", 500)
+    process = supervise(folder, 1, *args, "-o", folder / "run")
+    while not (folder / "run" / "step_00000500").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(ranks_of(launcher_of(process.pid))[0], signal.SIGKILL)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and out.count("supervise: 1 ranks, from") == 2, out
+    unbroken = train_gpt(*args, out=folder / "unbroken", **ONE_THREAD)
+    assert read_log(folder / "run" / "log.jsonl")[-1]["state_hash"] == unbroken.log[-1]["state_hash"]
+    process = supervise(folder, 1, "-d", folder / "nowhere", "-o", folder / "other", more=["--retries", "9"])
+    while "exit code 1" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "asked to end: not started again" in out and "ranks, from" not in out
+
+
+def test_newest_checkpoint(tmp_path):
+    for name in ("step_00000007", "step_00000008.damaged.2", "step_00000008.skipped", "step_00000009.tmp",
+                 "step_00000010.skipped.3", "step_99999998", "step_100000000", "step_200000000"):
+        (tmp_path / name).mkdir()
+        if name != "step_200000000":
+            (tmp_path / name / "state.json").write_text("{}")
+    newest = [ROOT / "scripts/newest_checkpoint.sh", tmp_path]
+    assert subprocess.run(newest, capture_output=True, text=True).stdout == f"{tmp_path}/step_100000000\n"
+    assert subprocess.run([newest[0], tmp_path / "none"], capture_output=True, text=True).stdout == ""
+
+
+@pytest.mark.parametrize("text,slots", [
+    ("node1 slots=2\n", [2]), ("node1 slots=2", [2]), ("node1 slots=2 max_slots=4\n", [2]), ("node1\r\n", [1]),
+    ("# two\n\nnode1 slots=2 # was slots=7\nnode2  slots = 3\n", [2, 3]), ("node1 slots=0\nnode2 max-slots=2", [1]),
+    ("node1\nnode2 slots=-3\n", None), ("node1 slots=4x\n", None), ("node1 gpus=4\n", None)])
+def test_hostfile(tmp_path, text, slots):
+    """As Open MPI reads it; what is not understood is refused with its line."""
+    (tmp_path / "hosts").write_text(text)
+    run = subprocess.run([ROOT / "scripts/hostfile.sh", tmp_path / "hosts"], capture_output=True, text=True)
+    assert [int(line.split()[1]) for line in run.stdout.splitlines()] == (slots or [1] * text.count("node1\n"))
+    assert (run.returncode == 0) == (slots is not None)
+    if slots is None:
+        assert f"{tmp_path}/hosts: line {text.count('node1', 0, 6) + text.count('node2')}: \"" in run.stderr
+
+
 @pytest.mark.parametrize("stops", ["before the first checkpoint", "after it"])
 def test_supervise_ramp(folder, stops):
-    """One of three ranks is killed, and the first batch of --batch-ramp does not divide over two: one rank continues,
-    with the same global batch. Two, given by hand, are refused with numbers."""
+    """A rank of three is killed in two starts, and the first batch of --batch-ramp does not divide over two: one rank
+    continues, with the same global batch. Two, given by hand, are refused with numbers."""
     args = flags(folder, "-g", 4, "-n", 40, "--batch-ramp", "3:10", "--save-every", 30 if stops[0] == "b" else 10, "-z",
                  2, "--timeout", 20, micro_batch=1)
-    out = supervise_with_a_loss(folder, args, "step_*0" if stops[0] == "a" else "run.json", 1)
-    assert out.count("batch   12 sequences") == 2
+    out = supervise_with_losses(folder, args, "step_*0" if stops[0] == "a" else "run.json")
+    assert "supervise: 1 ranks, from" in out and out.count("batch   12 sequences") >= 2
     two = train_gpt(*args, "--resume", "auto", "--elastic", ranks=2, out=folder / "run", ok=False, **ONE_THREAD)
     assert two.code == 1 and "or of 3 where --batch-ramp begins, does not divide over 2 ranks" in two.complaint[0]
 
