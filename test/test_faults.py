@@ -212,8 +212,8 @@ def supervise_with_losses(folder, args, awaited):
 
 
 def test_supervise(folder):
-    """One of three ranks is killed, which is started again, and once more before there is a new checkpoint: two continue
-    with the same global batch and reach the losses of an unbroken run."""
+    """One of three ranks is killed, which is started again, and once more before there is a new checkpoint: two
+    continue with the same global batch and reach the losses of an unbroken run."""
     args = flags(folder, "-g", 4, "-n", 60, "--save-every", 10, "-z", 2, "--timeout", 20, micro_batch=1)
     out = supervise_with_losses(folder, args, "step_*0")
     assert "at most 2 from here on" in out and "supervise: 2 ranks, from" in out

@@ -66,7 +66,8 @@ def test_lock_that_is_left(tmp_path, args):
     gone = subprocess.Popen(["true"])
     gone.wait()
     started = pathlib.Path(f"/proc/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[19]
-    line = f"host {socket.gethostname()} namespace {os.stat('/proc/self/ns/pid').st_ino} pid {{}} started {{}} since X\n"
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    line = f"host {socket.gethostname()} namespace {namespace} pid {{}} started {{}} since X\n"
     with open(out / "lock", "w+") as lock:
         fcntl.fcntl(lock, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, 0, 0, 0))
         for pid, ticks, here in ((os.getpid(), started, True), (gone.pid, started, False), (os.getpid(), 1, False)):
