@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Kills under scripts/supervise.sh, which nobody watches: the run must end with the bits of one that was never stopped.
-    dev/kills.py [--kills 200] [--ranks 2] [--steps 60000] [--seed 1] [--binary build/cpu/train_gpt]
+    dev/kills.py [--kills 200] [--ranks 2] [--steps 12000] [--seed 1] [--binary build/cpu/train_gpt]
 
-A tiny model is trained twice: unbroken, and under supervise.sh, where at random moments, set-up and saves included, one
-of the ranks or mpirun itself gets SIGKILL. Compared are every loss and norm of the log and the state hash at the end.
+A tiny model is trained twice: under supervise.sh, where at random moments, set-up and saves included, one of the ranks or
+mpirun itself gets SIGKILL, and unbroken. Compared are every loss and norm of the log and the state hash at the end.
 --min-ranks keeps the number of ranks, since other numbers of ranks have other bits.
 """
 import argparse
@@ -45,11 +45,22 @@ def kill_one(script, chance):
     return name if len(targets) > 1 else "mpirun, in set-up"
 
 
+def steps_follow(log, script):
+    """Waits for the log to grow."""
+    def length():
+        return log.stat().st_size if log.exists() else 0
+
+    before = length()
+    while length() <= before and script.poll() is None:
+        time.sleep(0.02)
+        before = min(before, length())                               # a resume has cut it
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60000)
+    parser.add_argument("--steps", type=int, default=12000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--binary", default=ROOT / "build/cpu/train_gpt")
     o = parser.parse_args()
@@ -57,32 +68,34 @@ def main():
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(gpt2_config(V, 24, T, L=2, NH=3)))
     shard_write(folder / "data" / "train_000000.bin", init.tokens(90000, V, 3), V)
-    args = [o.binary, "-m", folder / "model", "--from-scratch", "-d", folder / "data", "-b", 2, "-g", 12, "-z", 2,
-            "-l", 1e-3, "-n", o.steps, "--save-every", 50, "--keep", 3, "--sample-tokens", 0, "--log-every", 1000,
+    args = [o.binary, "-m", folder / "model", "--from-scratch", "-d", folder / "data", "-b", 2, "-z", 2,
+            "-l", 1e-3, "-n", o.steps, "--save-every", 10, "--keep", 3, "--sample-tokens", 0, "--log-every", 1000,
             "--timeout", 20]
     env, ranks = environment(OMP_NUM_THREADS="1"), str(o.ranks)
-    begun = time.monotonic()
-    subprocess.run(["mpirun", "--oversubscribe", "-np", ranks, *map(str, args), "-o", folder / "unbroken"], env=env,
-                   check=True, stdout=subprocess.DEVNULL)
-    print(f"unbroken: {time.monotonic() - begun:.0f} s; in {folder}", flush=True)
-
+    print(f"in {folder}", flush=True)
     chance, killed, begun = random.Random(o.seed), collections.Counter(), time.monotonic()
     said = open(folder / "supervise.log", "w")
-    script = subprocess.Popen([ROOT / "scripts/supervise.sh", ranks, "--min-ranks", ranks, "--retries", "50",
+    script = subprocess.Popen([ROOT / "scripts/supervise.sh", ranks, "--min-ranks", ranks, "--retries", str(o.kills),
                                *map(str, args), "-o", folder / "run"], env=env, stdout=said, stderr=subprocess.STDOUT)
     while sum(killed.values()) < o.kills and script.poll() is None:
-        time.sleep(chance.uniform(0, 4))
+        if chance.random() < 0.25:
+            time.sleep(chance.uniform(0, 4))                         # any moment
+        else:
+            steps_follow(folder / "run" / "log.jsonl", script)       # with steps, and saves, since the last kill
+            time.sleep(chance.uniform(0, 1.5))
         if name := kill_one(script.pid, chance):
             killed[name] += 1
     if script.poll() is not None:
         print(f"ended with {script.returncode} after {sum(killed.values())} kills, see {folder}/supervise.log; "
               "give more --steps if it was done", flush=True)
-    code = script.wait()
+    code, took_s = script.wait(), time.monotonic() - begun
+    subprocess.run(["mpirun", "--oversubscribe", "-np", ranks, *map(str, args), "-o", folder / "unbroken"], env=env,
+                   check=True, stdout=subprocess.DEVNULL)
     series = [[{k: entry.get(k) for k in ("step", "loss", "norm")} for entry in read_log(folder / name / "log.jsonl")]
               for name in ("unbroken", "run")]
     hashes = [read_log(folder / name / "log.jsonl")[-1]["state_hash"] for name in ("unbroken", "run")]
     text = (folder / "supervise.log").read_text()
-    print(f"{sum(killed.values())} kills in {time.monotonic() - begun:.0f} s ({dict(killed)}), "
+    print(f"{sum(killed.values())} kills in {took_s:.0f} s ({dict(killed)}), "
           f"{text.count('ranks, from')} starts, {text.count('another run is writing there')} of them refused, "
           f"{len(list((folder / 'run').glob('*.damaged*')))} damaged checkpoints, exit code {code}")
     same = series[0] == series[1] and hashes[0] == hashes[1]

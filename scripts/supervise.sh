@@ -74,9 +74,10 @@ await() {
 }
 
 pid="" ended=0 status=1
-pass_on() { [ -z "$pid" ] || kill "-$1" "$pid" 2> /dev/null; }
-trap 'ended=1; pass_on USR2' TERM INT USR2
-trap 'pass_on USR1' USR1
+# Asks mpirun until it is gone: while it starts, it has no ranks to forward a signal to, and drops it.
+ask_to_end() { while kill -USR2 "$1" 2> /dev/null; do sleep 1; done & }
+trap 'ended=1; [ -z "$pid" ] || ask_to_end "$pid"' TERM INT USR2
+trap '[ -z "$pid" ] || kill -USR1 "$pid" 2> /dev/null' USR1
 
 err=$(mktemp) || exit 1
 trap 'rm -f "$err"' EXIT
@@ -99,7 +100,7 @@ while :; do
     "${launch[@]}" -np "$ranks" "${command[@]}" --resume auto --elastic 2>&"$to_tee" {to_tee}>&- &
     pid=$!
     exec {to_tee}>&-
-    [ $ended = 0 ] || pass_on USR2      # since the question above
+    [ $ended = 0 ] || ask_to_end "$pid"     # asked a moment ago
     await "$pid"
     pid=""
     if [ $status = 0 ]; then say "done"; exit 0; fi

@@ -244,6 +244,21 @@ def test_supervise_one_rank(folder):
     assert process.returncode == 1 and "asked to end: not started again" in out and "ranks, from" not in out
 
 
+def test_supervise_asks_again(tmp_path):
+    """mpirun drops a signal while it has no ranks to forward it to: SIGTERM ends the run all the same."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/bash\ntrap 'n=$((n + 1)); [ $n -lt 2 ] || exit 0' USR2\necho up\n"
+                      "while :; do sleep 0.1; done\n")
+    mpirun.chmod(0o755)
+    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    process = subprocess.Popen([ROOT / "scripts/supervise.sh", "1", "./train_gpt", "-o", tmp_path / "run"], text=True,
+                               stdout=subprocess.PIPE, env=env)
+    while "up" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 0
+
+
 def test_newest_checkpoint(tmp_path):
     for name in ("step_00000007", "step_00000008.damaged.2", "step_00000008.skipped", "step_00000009.tmp",
                  "step_00000010.skipped.3", "step_99999998", "step_100000000", "step_200000000"):
