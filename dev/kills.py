@@ -2,8 +2,8 @@
 """Kills under scripts/supervise.sh, which nobody watches: the run must end with the bits of one that was never stopped.
     dev/kills.py [--kills 200] [--ranks 2] [--steps 12000] [--seed 1] [--binary build/cpu/train_gpt]
 
-A tiny model is trained twice: under supervise.sh, where at random moments, set-up and saves included, one of the ranks or
-mpirun itself gets SIGKILL, and unbroken. Compared are every loss and norm of the log and the state hash at the end.
+A tiny model is trained twice: under supervise.sh, where at random moments, set-up and saves included, one of the ranks
+or mpirun itself gets SIGKILL, and unbroken. Compared are every loss and norm of the log and the state hash at the end.
 --min-ranks keeps the number of ranks, since other numbers of ranks have other bits.
 """
 import argparse

@@ -247,13 +247,13 @@ def test_supervise_one_rank(folder):
 def test_supervise_asks_again(tmp_path):
     """mpirun drops a signal while it has no ranks to forward it to: SIGTERM ends the run all the same."""
     mpirun = tmp_path / "mpirun"
-    mpirun.write_text("#!/bin/bash\ntrap 'n=$((n + 1)); [ $n -lt 2 ] || exit 0' USR2\necho up\n"
+    mpirun.write_text("#!/bin/bash\ntrap 'n=$((n + 1)); [ $n -lt 2 ] || exit 0' USR2\necho began\n"
                       "while :; do sleep 0.1; done\n")
     mpirun.chmod(0o755)
     env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
     process = subprocess.Popen([ROOT / "scripts/supervise.sh", "1", "./train_gpt", "-o", tmp_path / "run"], text=True,
                                stdout=subprocess.PIPE, env=env)
-    while "up" not in process.stdout.readline():
+    while process.stdout.readline() != "began\n":
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 0
