@@ -64,6 +64,8 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--binary", default=ROOT / "build/cpu/train_gpt")
     o = parser.parse_args()
+    if pathlib.Path(o.binary).name != "train_gpt":
+        parser.error("ranks are found by the program's name: give a --binary that is called train_gpt")
     folder = pathlib.Path(tempfile.mkdtemp(prefix="kills-"))
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(gpt2_config(V, 24, T, L=2, NH=3)))

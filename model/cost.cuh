@@ -208,7 +208,8 @@ static void cost_head(CostWalk* w)
 {
     const Config* c = &w->m->config;
     const double times = w->times;
-    for (Chunks chunks : chunk_kinds(w->N, (size_t)w->m->head_rows).kinds) {
+    const ChunkKinds both = chunk_kinds(w->N, (size_t)w->m->head_rows);
+    for (Chunks chunks : both.kinds) {
         if (chunks.count == 0) continue;
         double rows = chunks.rows, C = c->C, VP = c->VP;
         w->times = times * chunks.count;
@@ -230,7 +231,8 @@ static void cost_head_chunked(CostWalk* w)
     for (int index = 0; index < c->num_pieces; index++) {
         int max_rows;
         LogitsPiece piece = head_piece(w->m, index, &max_rows);
-        for (Chunks chunks : chunk_kinds(w->N, (size_t)max_rows).kinds) {
+        const ChunkKinds both = chunk_kinds(w->N, (size_t)max_rows);
+        for (Chunks chunks : both.kinds) {
             if (chunks.count == 0) continue;
             double rows = chunks.rows, C = c->C, VP = piece.stride;
             w->times = times * chunks.count;

@@ -29,7 +29,23 @@ def args(tmp_path):
 
 
 # ---- the lock ---------------------------------------------------------------------------------------------------
-def until(condition, process, limit_s=30):
+@pytest.fixture
+def started():
+    """Starts a command, which ends with the test."""
+    processes = []
+
+    def start(words):
+        processes.append(subprocess.Popen(words, cwd=ROOT, env=environment(**ONE_THREAD), stdout=subprocess.DEVNULL,
+                                          stderr=subprocess.DEVNULL))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.terminate()
+        process.wait(60)
+
+
+def until(condition, process, limit_s=60):
     end = time.monotonic() + limit_s
     while not condition():
         assert process.poll() is None and time.monotonic() < end, process.communicate()
@@ -37,12 +53,11 @@ def until(condition, process, limit_s=30):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_second_run(tmp_path, args, ranks):
+def test_second_run(tmp_path, args, started, ranks):
     """It is refused and changes nothing; other modes are not; after a kill the folder is free at once."""
     out = tmp_path / "run"
     first = train_gpt(*args, "-n", 2, out=out, **ONE_THREAD)
-    process = subprocess.Popen(command([*args, "-n", 10**7, "-o", out, "--resume", "auto"], ranks, "cpu"), cwd=ROOT,
-                               env=environment(**ONE_THREAD), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = started(command([*args, "-n", 10**7, "-o", out, "--resume", "auto"], ranks, "cpu"))
     lines = len((out / "log.jsonl").read_text().splitlines())
     until(lambda: len((out / "log.jsonl").read_text().splitlines()) > lines + 2, process)
     holder = re.search(r"pid (\d+)", (out / "lock").read_text())[1]
