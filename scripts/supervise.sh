@@ -75,7 +75,17 @@ await() {
 
 pid="" ended=0 status=1
 # Asks mpirun until it is gone: while it starts, it has no ranks to forward a signal to, and drops it.
-ask_to_end() { while kill -USR2 "$1" 2> /dev/null; do sleep 1; done & }
+ask_to_end() { while kill -USR2 "$1"; do sleep 1; done > /dev/null 2>&1 & }
+
+# Open MPI's mpirun may hang when a rank dies while it is being started. Under it is nothing then, or a zombie.
+end_if_alone() {
+    local times=0
+    while kill -0 "$1"; do
+        if ps -o stat= --ppid "$1" | grep -qv '^Z'; then times=0; else times=$((times + 1)); fi
+        [ $times -lt 15 ] || kill -KILL "$1"
+        sleep 2
+    done > /dev/null 2>&1 &
+}
 trap 'ended=1; [ -z "$pid" ] || ask_to_end "$pid"' TERM INT USR2
 trap '[ -z "$pid" ] || kill -USR1 "$pid" 2> /dev/null' USR1
 
@@ -100,6 +110,7 @@ while :; do
     "${launch[@]}" -np "$ranks" "${command[@]}" --resume auto --elastic 2>&"$to_tee" {to_tee}>&- &
     pid=$!
     exec {to_tee}>&-
+    end_if_alone "$pid"
     [ $ended = 0 ] || ask_to_end "$pid"     # asked a moment ago
     await "$pid"
     pid=""

@@ -9,7 +9,7 @@ import time
 import init
 import numpy as np
 import pytest
-from util import (ROOT, Run, binary, command, environment, gpt2_config, model_write, num_gpus, ranks_of,
+from util import (FULL, ROOT, Run, binary, command, environment, gpt2_config, model_write, num_gpus, ranks_of,
                   read_log, saved_bytes, shard_write, train_gpt)
 
 V, T = 97, 16
@@ -257,6 +257,18 @@ def test_supervise_asks_again(tmp_path):
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 0
+
+
+@pytest.mark.skipif(not FULL, reason="half a minute: TRAIN_GPT_FULL=1")
+def test_supervise_hanging_mpirun(tmp_path):
+    """mpirun that hangs without a rank, as it may when one dies while it is being started, is ended."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/bash\nsleep 0.1 &\nexec sleep 300\n")      # which does not wait for its child
+    mpirun.chmod(0o755)
+    run = subprocess.run([ROOT / "scripts/supervise.sh", "1", "--retries", "1", "./train_gpt", "-o", tmp_path / "run"],
+                         env=environment(PATH=f"{tmp_path}:{os.environ['PATH']}"), capture_output=True, text=True,
+                         timeout=60)
+    assert run.returncode == 1 and "exit code 137" in run.stdout
 
 
 def test_newest_checkpoint(tmp_path):
