@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Kills under scripts/supervise.sh, which nobody watches: the run must end with the bits of one that was never stopped.
-    dev/kills.py [--kills 200] [--ranks 2] [--steps 12000] [--seed 1] [--binary build/cpu/train_gpt]
+    dev/kills.py [--kills 200] [--ranks 2] [--steps 40000] [--seed 1] [--binary build/cpu/train_gpt]
 
 A tiny model is trained twice: under supervise.sh, where at random moments, set-up and saves included, one of the ranks
 or mpirun itself gets SIGKILL, and unbroken. Compared are every loss and norm of the log and the state hash at the end.
@@ -60,7 +60,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=12000)
+    parser.add_argument("--steps", type=int, default=40000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--binary", default=ROOT / "build/cpu/train_gpt")
     o = parser.parse_args()
