@@ -15,7 +15,9 @@
 
 inline int die_rank = 0; // printed in front of the message; the launcher's rank until comm_init
 inline int die_num_ranks = 1;
-inline void (*die_abort)(int exit_code) = nullptr;   // takes all ranks down (MPI_Abort); null before comm_init
+inline char die_host[64] = "";                       // of this rank; empty if all are on one
+inline bool (*die_together)(void) = nullptr;         // do all ranks refuse? Waits for them; null before comm_init
+inline void (*die_abort)(int exit_code) = nullptr;   // takes all ranks down; null before comm_init, and with one rank
 inline bool (*die_is_said)(void) = nullptr;          // has another rank said why? Null before comm_watch
 
 /* Of the attempt that this thread is in: where it began, and the sentence it ends with. */
@@ -24,23 +26,31 @@ inline thread_local Attempt* attempt_of_thread = nullptr;
 
 #define FORMAT(a, b) __attribute__((format(printf, a, b)))
 
-/* A bad file is seen by all ranks at once. Rank 0 speaks first; the others give it two seconds to end them. */
+/* "rank 3", of several hosts "rank 3 on HOST". */
+static inline const char* rank_text(char (&text)[96])
+{
+    snprintf(text, sizeof text, "rank %d%s%s", die_rank, die_host[0] ? " on " : "", die_host);
+    return text;
+}
+
+/* A bad file is seen by all ranks at once: then rank 0 speaks for all. A rank that refuses alone speaks for itself,
+ * two seconds later. A sentence that begins with a rank is about that one, whoever prints it (comm_all_well). */
 [[noreturn]] static inline void die_exit(int exit_code, const char* where, const char* fmt, va_list args)
 {
     if (Attempt* a = attempt_of_thread) {
         vsnprintf(a->why, sizeof a->why, fmt, args);
         longjmp(a->begun, 1);
     }
-    if (die_rank != 0) usleep(2000 * 1000);
+    bool together = die_together != nullptr && die_together();
+    if (die_together == nullptr && die_rank != 0) usleep(2000 * 1000);
     fflush(stdout);
-    char line[4096];
-    int used = die_num_ranks > 1 ? snprintf(line, sizeof line, "train_gpt: rank %d: ", die_rank)
-                                 : snprintf(line, sizeof line, "train_gpt: ");
-    used += vsnprintf(line + used, sizeof line - used, fmt, args);
-    if (used > (int)sizeof line - 1) used = sizeof line - 1;
-    if (where != nullptr) used += snprintf(line + used, sizeof line - used, " [%s]", where);
-    if (die_is_said == nullptr || !die_is_said())
-        fprintf(stderr, "%s\n", line);               // one write: lines of several ranks do not mix
+    char why[4096], rank[96];
+    vsnprintf(why, sizeof why, fmt, args);
+    bool says_rank = die_num_ranks > 1 && strncmp(why, "rank ", 5) != 0;
+    bool speaks = together ? die_rank == 0 : die_is_said == nullptr || !die_is_said();
+    if (speaks)                                      // one write: lines of several ranks do not mix
+        fprintf(stderr, "train_gpt: %s%s%s%s%s%s\n", says_rank ? rank_text(rank) : "", says_rank ? ": " : "", why,
+                where != nullptr ? " [" : "", where != nullptr ? where : "", where != nullptr ? "]" : "");
     fflush(stderr);
     if (die_abort != nullptr) die_abort(exit_code);
     _exit(exit_code);
