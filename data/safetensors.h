@@ -565,7 +565,7 @@ static inline void safe_write_cached(const SafeFile* file, const void* data, siz
     for (size_t done = 0; done < size_bytes;) {
         ssize_t n = pwrite(file->fd, (const char*)data + done, size_bytes - done, (off_t)(offset + done));
         if (n < 0 && errno == EINTR) continue;
-        ENSURE(n > 0, "%s: writing %zu bytes at byte %zu of %zu failed: %s; make room, or write elsewhere with --out",
+        ENSURE(n > 0, "%s: writing %zu bytes at byte %zu of %zu failed: %s; make room, or write to another folder",
                file->path, size_bytes - done, offset + done, file->num_bytes,
                n < 0 ? strerror(errno) : "nothing was written");
         done += (size_t)n;
@@ -605,8 +605,9 @@ static inline void safe_create_file(SafeFile* file)
         int why = errno;
         struct statvfs fs;
         size_t free_bytes = fstatvfs(file->fd, &fs) == 0 ? (size_t)fs.f_bavail * fs.f_frsize : 0;
-        die("%s: needs %zu bytes, the file system has %zu free: %s; make room, or write elsewhere with --out",
-            file->path, file->num_bytes, free_bytes, strerror(why));
+        die("%s: needs %zu bytes, the file system has %zu free: %s; make room%s, or write to another folder",
+            file->path, file->num_bytes, free_bytes, strerror(why),
+            why == EFBIG ? " or raise the limit on file sizes (ulimit -f)" : "");
     }
     ENSURE(ftruncate(file->fd, (off_t)file->num_bytes) == 0, "%s: cannot be made %zu bytes long: %s", file->path,
            file->num_bytes, strerror(errno));

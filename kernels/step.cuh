@@ -131,7 +131,7 @@ struct Spikes {
 /* Steps seen before any can stand out. */
 static constexpr unsigned long long SPIKE_MIN_STEPS = 20;
 
-/* Lives on the device; the host reads a copy one step late. Part of a checkpoint: the counters and the loss scale. */
+/* Lives on the device; the host reads a copy, of a GPU one step late. Part of a checkpoint: counters and loss scale. */
 struct StepState {
     double loss;                                     // mean over the counted tokens; NaN when there were none
     double num_toks;                                 // counted tokens of this step, all ranks

@@ -4,14 +4,6 @@
 
 typedef struct { double loss; double num_tokens; } EvalResult;   // of no token: ended early by a signal
 
-/* Called between steps, where host synchronizations are allowed. */
-static Ask ask_outside_step(Run* run)
-{
-    Ask ask = signals_agree(&run->comm);
-    if (ask > run->ask) run->ask = ask;
-    return run->ask;
-}
-
 /* Mean loss per token of the validation set, or of --eval-batches of it. Ranks without data run empty batches. A signal
  * to end the run ends the validation early. */
 static EvalResult evaluate(Run* run)

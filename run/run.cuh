@@ -21,7 +21,7 @@
 #define DEFAULT_MODEL "d3"   // what scripts/quickstart.sh trains
 #endif
 
-enum { STEPS_IN_FLIGHT = PROFILE_SLOTS };   // 2: the host enqueues step s + 1 before it reads the result of step s
+enum { STEPS_IN_FLIGHT = PROFILE_SLOTS };   // 2: the host may enqueue step s + 1 before it reads the result of step s
 
 /* The settings that trade time for memory. */
 typedef struct Setting {
@@ -60,6 +60,7 @@ typedef struct Run {
     long step_page_faults[STEPS_IN_FLIGHT];
     size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
     size_t step_waits, result_waits;   // host synchronizations: inside steps, and for the result of the step before
+    bool reads_at_once;            // launches return when their work is done: the result of a step is there
     Ask ask;                       // the request by signal that the ranks have agreed on
     bool val_due;                  // a signal ended the validation of this step early
     bool seen_skip;                // the newest result is a skipped step: read each before the next begins
@@ -70,6 +71,16 @@ typedef struct Run {
 } Run;
 
 static bool is_fp16(void) { return strcmp(FLOATX_NAME, "fp16") == 0; }
+
+/* Does a launch return when its work is done? */
+static bool launches_wait(void)
+{
+#ifdef DEVICE_CUDA
+    return false;
+#else
+    return device_launches_wait();
+#endif
+}
 
 #define SAY(...) do { if (run->comm.rank == 0) { printf(__VA_ARGS__); fflush(stdout); } } while (0)
 

@@ -97,6 +97,7 @@ static void run_allocate(Run* run)
 
 static void run_free(Run* run)
 {
+    signals_end();
     log_close(&run->log);
     if (run->train != nullptr) loader_close(run->train);
     if (run->val != nullptr) loader_close(run->val);

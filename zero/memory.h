@@ -140,6 +140,7 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     plan_add(plan, "step results", Place::HOST, &z->h_found, shard->num_tensors);
     plan_add(plan, "step results", Place::HOST, &z->h_state, 2);
     plan_add(plan, "step results", Place::HOST, &comm->progress, WATCH_STREAMS);
+    plan_add(plan, "step results", Place::HOST, &z->h_asks, NUM_ASKS);
     plan_add(plan, "staging buffers for files", Place::HOST, &z->staging, STAGING_ELEMS);
 }
 

@@ -23,7 +23,6 @@
 #include <pthread.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
-#include <csignal>
 #include "checkpoint.h"
 
 enum class SavePhase { NONE, CREATE, WRITE, COMMIT };
@@ -333,7 +332,6 @@ static void saver_start(Saver* s, const SaverConfig* config, size_t first_step)
     const Comm* c = s->zero->comm;
     s->config = *config;
     s->sums = (uint64_t*)malloc_checked((size_t)NUM_STATES * s->zero->shard->num_tensors * sizeof *s->sums);
-    signal(SIGXFSZ, SIG_IGN);   // at the limit on file sizes write() fails instead of a signal ending the run
     char probe[4200];
     int pid = (int)getpid();                     // of rank 0: another run in the same folder has another probe
     comm_broadcast_host(c, &pid, sizeof pid);

@@ -120,6 +120,7 @@ typedef struct Zero {
     cudaStream_t d2h;           // states to the host, for a checkpoint (save.h)
     cudaEvent_t states_copied;  // d2h -> compute: states may be overwritten
     cudaEvent_t edge;           // for stream_wait
+    double* h_asks;             // (NUM_ASKS) pinned: requests by signal (signals.h)
     cudaEvent_t grad_buffer_free[UNIT_BUFFERS]; // reduce -> compute: the buffer may be overwritten
     cudaEvent_t* params_ready;  // (param buckets) gather -> compute: the bucket's parameters are whole
 } Zero;
@@ -507,12 +508,12 @@ static void zero_state_from_host(Zero* z, int state, int u, size_t flat, size_t 
 }
 
 // ---------------------------------------------------------------------------------------------------------- signals
-/* Before the boundary: adds this rank's request to save or to end to the step's sums, which reach all ranks. */
-static void zero_step_ask(Zero* z, Ask ask)
+/* Before the boundary: adds this rank's requests to the step's sums, which reach all ranks. */
+static void zero_step_ask(Zero* z)
 {
-    if (ask == Ask::NONE) return;
-    double* sum = z->step_sums + (ask == Ask::END ? ASKED_TO_END : ASKED_TO_SAVE);
-    CUDA_CHECK(cudaMemsetAsync(sum, 0x3f, sizeof *sum, z->compute));     // 0x3f3f3f3f3f3f3f3f is a positive number
+    static_assert(ASKED_TO_END - ASKED_TO_SAVE == ASK_END - ASK_SAVE, "the requests are neighbours in both");
+    CUDA_CHECK(cudaMemcpyAsync(z->step_sums + ASKED_TO_SAVE, z->h_asks, NUM_ASKS * sizeof(double),
+                               cudaMemcpyHostToDevice, z->compute));
 }
 
 /* The first tensor with a non-finite reduced gradient in the skipped step that used this slot; -1: none, the loss was
