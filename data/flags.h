@@ -40,6 +40,7 @@ enum FlagIs {
     HEADING(model, "Model and data") \
     F(TEXT,   model,         'm', "",        0, 0, PATH | ALWAYS, "preset (gpt2, d12, llama-1b, ...: an unknown name lists all), HF folder or checkpoint") \
     F(SWITCH, from_scratch,  0,   false,     0, 0, 0, "use only config.json of the folder given with -m") \
+    F(SWITCH, allow_nonfinite, 0,  false,     0, 0, 0, "load weights with Inf and NaN too, or such as -p makes Inf, to look at them") \
     F(TEXT,   tokenizer,     0,   "",        0, 0, PATH, "tokenizer.json (default: the one of the model folder, else of the data folder)") \
     F(TEXT,   data,          'd', "data/sets/kjv", 0, 0, PATH | ALWAYS, "token shards: folder with train_*.bin and val_*.bin, or one file") \
     F(TEXT,   val,           'v', "",        0, 0, PATH, "validation shards, if not the val_*.bin beside the training shards") \

@@ -58,6 +58,8 @@ static void evaluate_and_say(Run* run)
             exp(r.loss * (double)run->val_set.num_toks / (double)run->val_set.num_words));
     if (run->flags->eval_stride > 0) SAY(" | windows of %d every %lld", run->T, (long long)run->flags->eval_stride);
     SAY("\n");
+    ENSURE(!run->flags->eval || std::isfinite(r.loss), "--eval: the loss is %g: weights or activations are not finite; "
+           "check the weights, or take -p fp32", r.loss);
     RunLog* log = &run->log;
     if (log->f == nullptr) return;
     log_begin(log);

@@ -423,7 +423,7 @@ static void plan_run(Run* run, bool training)
     ZeroConfig zero = {s->stage, persistent, s->G, training, s->storage, s->offloaded, optimizer_find(f->optimizer),
                        model_rounds_fp32(&m->shard, &m->config), f->overlap != 0, strcmp(f->reduce, "step") == 0,
                        f->deterministic, (size_t)f->persist_below, m->visits, m->num_visits,
-                       (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
+                       (size_t)f->reduce_bucket, (size_t)f->gather_bucket, f->allow_nonfinite};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
     if (training && f->out[0]) saver_plan(&run->saver, &run->zero, &run->plan);
     free(persistent);

@@ -396,7 +396,7 @@ static bool checkpoint_load(Zero* z, const char* folder, bool tied, RunState* st
     }
     if (well) comm_sum_host(z->comm, l.sums, num_sums);
     well = well && comm_all_well(z->comm, attempt(load_verify, &l, why), why);
-    if (well) zero_params_loaded(z);
+    if (well) weights_loaded(z, folder);
     *read_bytes = l.read_bytes;
     cJSON_Delete(l.json);
     free(l.sums);

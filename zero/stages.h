@@ -49,6 +49,13 @@ enum Offloaded {
 };
 static const char* const offloaded_names[NUM_OFFLOADED] = {"activations", "optimizer", "gradients", "parameters"};
 
+/* What is not finite among weights that were read, in the file or in the data type of the parameters. */
+typedef struct NonFinite {
+    int tensor;             // the first that has any
+    size_t count, first;    // of that tensor: how many, and which is the first
+    float value;            // of the first, as in the file
+} NonFinite;
+
 typedef struct ZeroConfig {
     int stage;
     const bool* persistent;     // (num_units) whole gradient, and at stage 3 whole parameters
@@ -65,6 +72,7 @@ typedef struct ZeroConfig {
     const int* visits;          // (num_visits) units in the order in which a micro-step uses them
     int num_visits;
     size_t reduce_bucket, gather_bucket;   // elements sent together, in whole units
+    bool allows_nonfinite;      // weights that are read
 } ZeroConfig;
 
 typedef struct Zero {
@@ -112,15 +120,17 @@ typedef struct Zero {
     StepState* state;
     StepState* h_state;         // (2) pinned: the host reads the step before, so that no step waits for it
     GradPart* grad_parts;       // (num_tensors) this rank's part of each reduced gradient
+    double* h_asks;             // (NUM_ASKS) pinned: requests by signal (signals.h)
     int *found, *h_found;       // (2, num_tensors), pinned (num_tensors): which tensors have non-finite gradients
     unsigned long long* hash;   // (1)
     float* staging;             // (STAGING_ELEMS) pinned staging buffer between files and the device
+    bool allows_nonfinite;
+    NonFinite nonfinite;        // of what this rank has read
     unsigned short* halves;     // (2, STAGING_ELEMS) pinned: the same for data in 16 bits
     cudaStream_t compute, reduce, gather;
     cudaStream_t d2h;           // states to the host, for a checkpoint (save.h)
     cudaEvent_t states_copied;  // d2h -> compute: states may be overwritten
     cudaEvent_t edge;           // for stream_wait
-    double* h_asks;             // (NUM_ASKS) pinned: requests by signal (signals.h)
     cudaEvent_t grad_buffer_free[UNIT_BUFFERS]; // reduce -> compute: the buffer may be overwritten
     cudaEvent_t* params_ready;  // (param buckets) gather -> compute: the bucket's parameters are whole
 } Zero;

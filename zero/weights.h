@@ -77,6 +77,62 @@ static bool all_ranks_see(const Comm* c, const char* path)
     return comm_max_host(c, access(path, R_OK) != 0) == 0;
 }
 
+/* Bits of the smallest magnitude that rounds to Inf in the data type of the parameters; those of Inf and NaN are
+ * larger. */
+static unsigned nonfinite_bits(const Tensor* t)
+{
+    if (t->fp32 || FLOATX_DTYPE == Dtype::FP32) return 0x7f800000;
+    return FLOATX_DTYPE == Dtype::BF16 ? 0x7f7f8000 : 0x477ff000;      // half a step beyond the largest number
+}
+
+/* Adds what `other` has found to n: the first tensor stays. */
+static void nonfinite_add(NonFinite* n, NonFinite other)
+{
+    if (other.count == 0 || (n->count > 0 && n->tensor < other.tensor)) return;
+    if (n->count == 0 || n->tensor > other.tensor) *n = NonFinite{other.tensor, 0, other.first, other.value};
+    n->count += other.count;
+    if (other.first > n->first) return;
+    n->first = other.first;
+    n->value = other.value;
+}
+
+/* Of elements first, first + 1, ... of tensor t. */
+static NonFinite nonfinite_in(const Shard* s, const Tensor* t, const float* values, size_t first, size_t count)
+{
+    const unsigned least = nonfinite_bits(t);
+    unsigned num = 0;
+    size_t i = 0;
+    #pragma omp simd reduction(+:num)
+    for (size_t k = 0; k < count; k++) num += (float_bits(values[k]) & 0x7fffffffu) >= least;
+    while (num > 0 && (float_bits(values[i]) & 0x7fffffffu) < least) i++;
+    return NonFinite{tensor_first_piece(s, (int)(t - s->tensors)), num, first + i, num > 0 ? values[i] : 0};
+}
+
+/* After weights are read: ends the run with the first tensor that is not finite; with --allow-nonfinite it is only
+ * said. Every rank says the same. */
+static void nonfinite_refuse(const Zero* z, const char* folder)
+{
+    const Comm* c = z->comm;
+    NonFinite n = {}, *all = (NonFinite*)malloc_checked(c->num_ranks * sizeof *all);
+    comm_gather_host(c, all, &z->nonfinite, sizeof *all);
+    for (int r = 0; r < c->num_ranks && c->rank == 0; r++) nonfinite_add(&n, all[r]);
+    free(all);
+    comm_broadcast_host(c, &n, sizeof n);
+    if (n.count == 0) return;
+    const Tensor* t = &z->shard->tensors[n.tensor];
+    const bool narrows = fabsf(n.value) <= FLT_MAX;
+    char what[512];
+    snprintf(what, sizeof what, "tensor %s: element %zu of %zu is %g, the first of %zu that are %s%s", t->name, n.first,
+             t->file_rows * t->shape[1], n.value, n.count, narrows ? "too large for " : "not finite",
+             narrows ? FLOATX_NAME : "");
+    if (z->allows_nonfinite) {
+        if (c->rank == 0) printf("weights %s: %s (--allow-nonfinite)\n", folder, what);
+        return;
+    }
+    die("%s: %s: %s, or look at them with --allow-nonfinite", folder, what,
+        narrows ? "take -p bf16 or fp32" : "take an earlier checkpoint, or fetch the file again");
+}
+
 /* Reads a state of tensor t. Each rank reads its slice; if the files are not shared, rank 0 reads for all. If states
  * are not sliced, each slice is read by one rank and broadcast, so that each byte is read once. Adds tensor_sum of what
  * this rank has read to *sum, unless it is null. files and st may be null on a rank that does not read. */
@@ -95,6 +151,8 @@ static void state_read(Zero* z, int state, const Tensor* t, const SafeTensors* f
             if (reader == c->rank) {
                 safetensors_read_f32(files, st, first, n, z->staging);
                 if (sum != nullptr) *sum += tensor_sum(z->staging, first, n);
+                if (state == STATE_WEIGHTS)
+                    nonfinite_add(&z->nonfinite, nonfinite_in(z->shard, t, z->staging, first, n));
             }
             if (sends) comm_broadcast_host(c, z->staging, n * sizeof(float), reader);
             if (!sliced || owner == c->rank)
@@ -104,13 +162,14 @@ static void state_read(Zero* z, int state, const Tensor* t, const SafeTensors* f
 }
 
 /* Reads the weights that this rank updates from the folder's model.safetensors, without gathering units. Adds
- * tensor_sum of what this rank has read to sums (num_tensors; pieces to their first), unless it is null. Returns the
- * bytes of tensors that it has read. */
+ * tensor_sum of what this rank has read to sums (num_tensors; pieces to their first), unless it is null. weights_loaded
+ * follows. Returns the bytes of tensors that it has read. */
 static size_t weights_read(Zero* z, const char* folder, bool tied, uint64_t* sums)
 {
     const Shard* s = z->shard;
     const bool shared = all_ranks_see(z->comm, folder), reads = shared || z->comm->rank == 0;
     SafeTensors* files = reads ? safetensors_open(folder) : nullptr;
+    z->nonfinite = NonFinite{};
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
         const SafeTensor* st = reads ? find_weight(files, t->name) : nullptr;
@@ -133,11 +192,17 @@ static size_t weights_read(Zero* z, const char* folder, bool tied, uint64_t* sum
     return read_bytes;
 }
 
-/* The weights from a folder, on every rank. */
+/* After weights_read, on every rank, once the files are known to be sound. */
+static void weights_loaded(Zero* z, const char* folder)
+{
+    nonfinite_refuse(z, folder);
+    zero_params_loaded(z);
+}
+
 static void weights_load(Zero* z, const char* folder, bool tied)
 {
     weights_read(z, folder, tied, nullptr);
-    zero_params_loaded(z);
+    weights_loaded(z, folder);
 }
 
 // ----------------------------------------------------------------------------------------------------------- write
