@@ -16,5 +16,5 @@ slots=$(sed 's/#.*//' "$hostfile" | awk '
 [ "$slots" -gt 0 ] || { echo "hosts.sh: $hostfile names no machine: a line each, as \"name slots=8\"" >&2; exit 1; }
 pass=""
 for variable in $(compgen -e | grep -E '^(NCCL_|OMP_NUM_THREADS$)' || true); do pass="$pass -x $variable"; done
-export LAUNCH="mpirun --hostfile $hostfile -np $slots --map-by slot --bind-to none$pass"
+export LAUNCH="mpirun --quiet --hostfile $hostfile -np $slots --map-by slot --bind-to none$pass"
 exec "$script" --ranks "$slots" "$@"
