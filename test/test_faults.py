@@ -193,13 +193,13 @@ def test_signal_during_set_up(folder, name, ranks):
 
 def test_stopped_as_a_whole(folder):
     """All ranks are stopped for longer than --timeout, and continued: the run is finished. test_lost_rank: one rank."""
-    run = Started(flags(folder, "-n", 400, "-g", 8, "-z", 2, "--timeout", 3), 2)
+    run = Started(flags(folder, "-n", 150, "-g", 8, "-z", 2, "--timeout", 3), 2)
     run.wait_for("step 3/")
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for rank in (0, 1):
             run.send(number, rank)
         time.sleep(4.5 if number == signal.SIGSTOP else 0)
-    assert "step 400/400" in run.end().out
+    assert "step 150/150" in run.end().out
 
 
 # ---- what must be equal on all ranks -----------------------------------------------------------------------------
