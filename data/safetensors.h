@@ -11,7 +11,8 @@
  *   SafeTensors* st = safetensors_plan(path, tensors, n, max_file_bytes)   name, dtype, dims of each; touches no file
  *   safetensors_create_files(st)                   one rank: files at full length, headers, index
  *   safetensors_open_files(st)                     the others, after a barrier
- *   safetensors_write_f32 / _bytes(st, t, first_elem, num_elems, src)      any rank, any range, in any order
+ *   safetensors_write_f32 / _bytes(st, t, first_elem, num_elems, src)      any rank, any range, in any order. A value
+ *                                                  that F16 or BF16 would make infinite is refused
  *                                                  where src is aligned to a page as the range is in the file, whole
  *                                                  pages go past the page cache
  *   safetensors_sync(st)                           to the disk; then safetensors_close
@@ -642,6 +643,27 @@ static inline void safetensors_write_bytes(const SafeTensors* st, const SafeTens
 
 #define SAFE_CONVERT_ELEMS 16384
 
+/* Refuses the first finite value that would be infinite in the tensor's type: between the largest of the type and the
+ * next power of two, from the middle on. */
+static inline void safetensors_ensure_fits(const SafeTensors* st, const SafeTensor* t, size_t first_elem,
+                                           size_t num_elems, const float* src)
+{
+    const bool is_f16 = t->dtype == SafeDtype::F16;
+    if (t->dtype != SafeDtype::BF16 && !is_f16) return;
+    const float too_large = is_f16 ? 65520.0f : 0x1.ffp127f, largest = is_f16 ? 65504.0f : 0x1.fep127f;
+    size_t i = 0;
+    while (i < num_elems && !(fabsf(src[i]) >= too_large && std::isfinite(src[i]))) i++;
+    if (i == num_elems) return;
+    char place[24 * SAFE_MAX_DIMS] = "";
+    for (size_t d = (size_t)t->num_dims, rest = first_elem + i; d-- > 0; rest /= t->dims[d]) {
+        char tail[sizeof place];
+        snprintf(tail, sizeof tail, "%zu%s%.100s", rest % t->dims[d], place[0] ? ", " : "", place);
+        memcpy(place, tail, sizeof place);
+    }
+    die("%s: tensor %s has %.9g at [%s], beyond the largest %s, %.9g: give --export-dtype %s", st->path, t->name,
+        src[i], place, safe_dtypes[(int)t->dtype].name, largest, is_f16 ? "bf16 or fp32" : "fp32");
+}
+
 static inline void safetensors_write_f32(const SafeTensors* st, const SafeTensor* t, size_t first_elem,
                                          size_t num_elems, const float* src)
 {
@@ -652,6 +674,7 @@ static inline void safetensors_write_f32(const SafeTensors* st, const SafeTensor
         safetensors_write_bytes(st, t, first_elem, num_elems, src);
         return;
     }
+    safetensors_ensure_fits(st, t, first_elem, num_elems, src);
     uint16_t half[SAFE_CONVERT_ELEMS];
     for (size_t done = 0; done < num_elems;) {
         size_t n = num_elems - done < SAFE_CONVERT_ELEMS ? num_elems - done : SAFE_CONVERT_ELEMS;

@@ -158,52 +158,55 @@ static SafeTensors* weights_plan(const Shard* s, const char* path, SafeDtype dty
     return files;
 }
 
-/* Writes this rank's slice of every tensor. */
-static void weights_write_slices(Zero* z, const SafeTensors* files)
+/* This rank's slice of every tensor, piece by piece, to `use`: to be checked or written. */
+static void weights_visit_slices(Zero* z, const SafeTensors* files, const char* what,
+                                 void (*use)(const SafeTensors*, const SafeTensor*, size_t first, size_t count,
+                                             const float* values))
 {
     const Shard* s = z->shard;
-    zero_params_settle(z);
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
         const SafeTensor* st = safetensors_get(files, t->name);
-        watch_move(z->comm->watch, "writing a tensor", tensor_elems(t));
+        watch_move(z->comm->watch, what, tensor_elems(t));
         Range part = tensor_part(t, shard_slice(s, t->unit, z->comm->rank));
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < STAGING_ELEMS ? part.count - done : STAGING_ELEMS;
             zero_state_to_host(z, STATE_WEIGHTS, t->unit, part.first + done, n, z->staging);
-            safetensors_write_f32(files, st, tensor_file_offset(t, part.first) + done, n, z->staging);
+            use(files, st, tensor_file_offset(t, part.first) + done, n, z->staging);
             done += n;
         }
     }
 }
 
-/* path ends in .safetensors. One rank creates, all write, all sync. */
-static void weights_write(Zero* z, const char* path, SafeDtype dtype, size_t max_file_bytes)
+/* One rank creates, all write, all sync. */
+static void weights_write(Zero* z, SafeTensors* files)
 {
-    SafeTensors* files = weights_plan(z->shard, path, dtype, max_file_bytes);
     if (z->comm->rank == 0) safetensors_create_files(files);
     comm_barrier(z->comm);
     if (z->comm->rank != 0) safetensors_open_files(files);
-    weights_write_slices(z, files);
+    weights_visit_slices(z, files, "writing a tensor", safetensors_write_f32);
     safetensors_sync(files);
-    safetensors_close(files);
     comm_barrier(z->comm);
 }
 
 /* Writes the weights alone as an HF folder: model.safetensors, then the small files, so that an unfinished folder has
- * no config.json. */
+ * no config.json. Nothing is made before every weight is known to fit the type. */
 static void weights_export(Zero* z, const char* folder, SafeDtype dtype, size_t max_file_bytes,
                            void (*small_files)(const char* folder, void* context), void* context)
 {
     char file[4200], index[4220];
     snprintf(file, sizeof file, "%s/model.safetensors", folder);
     snprintf(index, sizeof index, "%s.index.json", file);
-    if (z->comm->rank == 0) {
-        for (const char* old : {file, index})
-            ENSURE(access(old, F_OK) != 0, "%s exists and is not overwritten: --export to another folder", old);
-        folder_make(folder);
-    }
-    weights_write(z, file, dtype, max_file_bytes);
+    for (const char* old : {file, index})
+        ENSURE(z->comm->rank != 0 || access(old, F_OK) != 0, "%s exists and is not overwritten: --export to another "
+               "folder", old);
+    SafeTensors* files = weights_plan(z->shard, file, dtype, max_file_bytes);
+    zero_params_settle(z);
+    if (dtype != SafeDtype::F32) weights_visit_slices(z, files, "checking a tensor", safetensors_ensure_fits);
+    comm_barrier(z->comm);
+    if (z->comm->rank == 0) folder_make(folder);
+    weights_write(z, files);
+    safetensors_close(files);
     if (z->comm->rank == 0) {
         small_files(folder, context);
         folder_sync(folder);
