@@ -7,6 +7,7 @@
  *   json_int_or(j, key, fallback, min, max, file)  optional: missing or null gives the fallback; same for the others
  *   json_add_int(j, key, x) ..._float _string _bool _object _array
  *   json_write_file(path, j)                       2 spaces a level, as Python's json.dumps(indent=2), and fsync
+ *   json_text_edit(&t, text, edits, n)             an object's text with some members changed, the rest byte for byte
  *   JsonText t                                     a growing string: json_text_add(&t, fmt, ...) json_text_quote(&t, s)
  *
  * `file` in messages is whatever the reader of the message should check: a path, or "path: section".
@@ -327,6 +328,53 @@ static inline void json_text_item(JsonText* t, const cJSON* item, int depth)
     }
     if (item->child != nullptr) json_text_add(t, "\n%*s", 2 * depth, "");
     json_text_add(t, is_object ? "}" : "]");
+}
+
+/* What a member of an object becomes: `value` is JSON, null takes it out. `adds`: one that is missing is added. */
+typedef struct { const char *key, *value; bool adds; } JsonEdit;
+
+/* The first of the characters `ends` outside of strings and of brackets opened on the way. */
+static inline const char* json_skip_to(const char* c, const char* ends)
+{
+    for (int depth = 0; *c != 0 && (depth > 0 || strchr(ends, *c) == nullptr); c++) {
+        depth += (*c == '{' || *c == '[') - (*c == '}' || *c == ']');
+        if (*c == '"') for (c++; *c != '"'; c++) c += *c == '\\';
+    }
+    return c;
+}
+
+/* Adds an object's text, which json_parse has taken, with the members of its top level changed. cJSON would write it
+ * anew: without the spelling of numbers, where 1.0 is no integer and 2^60 exact. */
+static inline void json_text_edit(JsonText* t, const char* text, const JsonEdit* edits, int num_edits)
+{
+    const char *first = strchr(text, '{') + 1, *end = first, *separator = "";
+    const int blanks = (int)strspn(first, " \t\r\n");                // before a member
+    uint64_t seen = 0;
+    json_text_add(t, "%.*s", (int)(first - text), text);
+    for (const char* from = first; first[blanks] != '}' && *end != '}'; from = end + 1) {
+        const char *key = strchr(from, '"') + 1, *value = json_skip_to(from, ":") + 1;
+        value += strspn(value, " \t\r\n");
+        end = json_skip_to(value, ",}");
+        int i = 0;
+        for (size_t n; i < num_edits; i++)
+            if (strncmp(key, edits[i].key, n = strlen(edits[i].key)) == 0 && key[n] == '"') break;
+        seen |= (uint64_t)1 << i;
+        if (i < num_edits && edits[i].value == nullptr) continue;
+        int length = (int)(end - value);
+        while (isspace((unsigned char)value[length - 1])) length--;
+        if (separator[0]) json_text_add(t, ",%.*s", (int)(value - from), from);
+        else json_text_add(t, "%.*s%.*s", blanks, first, (int)(value - key + 1), key - 1);
+        if (i < num_edits) json_text_add(t, "%s", edits[i].value);
+        else json_text_add(t, "%.*s", length, value);
+        separator = ",";
+    }
+    for (int i = 0; i < num_edits; i++) {
+        if (!edits[i].adds || (seen >> i & 1) != 0) continue;
+        json_text_add(t, "%s%.*s\"%s\": %s", separator, blanks, first, edits[i].key, edits[i].value);
+        separator = ",";
+    }
+    while (isspace((unsigned char)end[-1])) end--;
+    json_text_add(t, "%s", end);
 }
 
 static inline void json_write_text(const char* path, const char* text, size_t length)

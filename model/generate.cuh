@@ -534,19 +534,12 @@ static void generate_say(const Generator* g)
             g->sum_first_s / g->num_done * 1e3, g->num_generated / took_s);
 }
 
-/* stops (V): the ids and spellings of --stop, else eos_token_id of config.json. */
+/* stops (V): the ids and spellings of --stop, else the model's own. */
 static bool* generate_stops(const Config* c, const Tokenizer* tokenizer, const char* flag, bool given)
 {
     bool* stops = (bool*)malloc_checked(c->V * sizeof(bool));
     memset(stops, 0, c->V * sizeof(bool));
-    if (!given && c->hf_text != nullptr) {
-        cJSON* j = json_parse(c->hf_text, strlen(c->hf_text), "config.json");
-        const cJSON *eos = cJSON_GetObjectItemCaseSensitive(j, "eos_token_id"), *item = eos;
-        if (cJSON_IsArray(eos)) item = eos->child;
-        for (; item != nullptr; item = cJSON_IsArray(eos) ? item->next : nullptr)
-            if (cJSON_IsNumber(item) && item->valueint >= 0 && item->valueint < c->V) stops[item->valueint] = true;
-        cJSON_Delete(j);
-    }
+    for (int i = 0; !given && i < c->num_eos; i++) stops[c->eos[i]] = true;
     while (given && *flag) {
         size_t length = strcspn(flag, ",");
         char word[256];
