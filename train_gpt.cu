@@ -106,18 +106,20 @@ void RUN_ALL(const Flags* f, Comm* comm)
     if (resume_path[0] && trains) resume(run, resume_path);
     else weights_start(run, resume_path[0] ? resume_path : model_name, f->from_scratch && !resume_path[0]);
     if (exports) {
+        tokenizer_say(run, model_name);
         weights_export(&run->zero, f->export_, weights_dtype(f->export_dtype), (size_t)f->shard_bytes,
                        write_small_files, run);
         SAY("exported %s\n", f->export_);
     } else if (generates) {
         ENSURE(run->tokenizer_path[0] || f->given[FLAG_prompts],
-               "--generate needs a tokenizer.json: none in %s or %s; give --tokenizer FILE", model_name, f->data);
+               "--generate needs a tokenizer.json: none in %s or %s%s; give --tokenizer FILE", model_name, f->data,
+               run->no_tokenizer);
         if (run->comm.rank == 0 || run->setting.stage == 3)
             generate(&run->model, f->no_kv_cache ? nullptr : &run->decoder, f, run->tokenizer_path);
         comm_barrier_idle(&run->comm);
     } else if (f->given[FLAG_choices]) {
-        ENSURE(run->tokenizer_path[0], "--choices needs a tokenizer.json: none in %s or %s; give --tokenizer FILE",
-               model_name, f->data);
+        ENSURE(run->tokenizer_path[0], "--choices needs a tokenizer.json: none in %s or %s%s; give --tokenizer FILE",
+               model_name, f->data, run->no_tokenizer);
         ChoiceCounts counts = choices_count(&run->model, run->tokenizer_path, f->choices);
         SAY("choices %s: %.0f lines | accuracy %.4f by likelihood, %.4f by likelihood per byte\n", f->choices,
             counts.num_items, counts.num_right / counts.num_items, counts.num_right_per_byte / counts.num_items);

@@ -39,14 +39,3 @@ static inline void folder_remove(const char* path)
     closedir(dir);
     ENSURE(rmdir(path) == 0, "%s: what an interrupted save left cannot be removed: %s", path, strerror(errno));
 }
-
-/* What is the same already is not written. */
-static inline void file_copy(const char* to, const char* from)
-{
-    size_t length, old_length = 0;
-    char* text = json_read_file(from, &length);
-    char* old = access(to, R_OK) == 0 ? json_read_file(to, &old_length) : nullptr;
-    if (old == nullptr || old_length != length || memcmp(old, text, length) != 0) json_write_text(to, text, length);
-    free(old);
-    free(text);
-}

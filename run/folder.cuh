@@ -1,29 +1,17 @@
-/* folder.cuh: what a run writes and is resumed from: OUT/run.json, log.jsonl, step_*, and the model's config.json and
- * tokenizer.json.
+/* folder.cuh: what a run writes and is resumed from: OUT/run.json, log.jsonl, step_*, and the model's small files
+ * (model_files.cuh).
  *   save           at a step boundary: begins a checkpoint         save_poll   at every later one: continues it
  *   choose_resume  where --resume points                           resume      resumes there
  *   record_start   OUT/run.json                                    log_start   the log's first line
- *   tokenizer_keep OUT/tokenizer.json
  *   repeat_check   do ranks and data match the run to reproduce?   repeat_say  are the bits equal? */
 #pragma once
-#include "run.cuh"
+#include "model_files.cuh"
 #include "data/run_record.h"
 #include "version.h"
 #include "zero/save.h"
 
 // ------------------------------------------------------------------------------------------------------------ save
-/* Writes config.json and tokenizer.json into a checkpoint or an export. */
-static void write_small_files(const char* folder, void* context)
-{
-    Run* run = (Run*)context;
-    char file[4200];
-    snprintf(file, sizeof file, "%s/config.json", folder);
-    config_write(&run->model.config, file, run->flags->export_dtype);
-    snprintf(file, sizeof file, "%s/tokenizer.json", folder);
-    if (run->tokenizer_path[0]) file_copy(file, run->tokenizer_path);
-}
-
-/* The same for a checkpoint; first syncs the log, so that it is on the disk up to the checkpoint's step. */
+/* The small files of a checkpoint; first syncs the log, so that it is on the disk up to the checkpoint's step. */
 static void write_checkpoint_files(const char* folder, void* context)
 {
     const RunLog* log = &((Run*)context)->log;
@@ -250,18 +238,6 @@ static void record_start(Run* run, const char* model_name)
         write_small_files(f->out, run);
     }
     free(all);
-}
-
-/* A tokenizer in a checkpoint of this run, which --keep may remove, is copied into the run folder and read there. */
-static void tokenizer_keep(Run* run)
-{
-    char out[PATH_MAX], from[PATH_MAX], path[4096];
-    if (realpath(run->flags->out, out) == nullptr || realpath(run->tokenizer_path, from) == nullptr) return;
-    const size_t n = strlen(out);
-    if (strncmp(from, out, n) != 0 || strncmp(from + n, "/step_", 6) != 0) return;
-    path_exists(run->flags->out, "tokenizer.json", path);
-    if (run->comm.rank == 0) file_copy(path, from);
-    memcpy(run->tokenizer_path, path, sizeof path);
 }
 
 /* --repeat, before anything is allocated: refuses other ranks and other data. */

@@ -2,6 +2,7 @@
  * long steps. */
 #pragma once
 #include "fit.cuh"
+#include "model_files.cuh"
 #include "version.h"
 
 // --------------------------------------------------------------------------------------------------------- the start
@@ -115,7 +116,8 @@ static void print_start(Run* run, const char* model_name)
     if (run->comm.num_ranks > 1 || f->plan || f->auto_ || f->verbose) print_zero(run);
     if (run->comm.rank == 0) plan_print(&run->plan, stdout);
     print_estimate(run);
-    if (!f->out[0]) SAY("output  none (-o FOLDER saves log and checkpoints)\n");
+    if (f->out[0]) tokenizer_say(run, model_name);
+    else SAY("output  none (-o FOLDER saves log and checkpoints)\n");
     fflush(stdout);
 }
 

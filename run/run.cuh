@@ -2,6 +2,7 @@
 #pragma once
 #include <sys/resource.h>
 #include "data/flags.h"
+#include "data/model_files.h"
 #include "data/run_log.h"
 #include "kernels/device.cuh"
 #include "data/loader.h"
@@ -47,6 +48,8 @@ typedef struct Run {
     bool has_val;
     Loader *train, *val;
     char tokenizer_path[4096];     // empty: none
+    char no_tokenizer[4300];       // then why not that of the data; may be empty
+    ModelFiles small_files;        // of checkpoints and exports, on rank 0
     int B, G, T;
     Setting setting;
     size_t global_batch;           // B * G * R sequences
@@ -147,19 +150,6 @@ static void choose_model(Run* run, const char* name, int data_V)
            "-m %s is neither a preset (" PRESETS ") nor a folder with config.json",
            name);
     config_read(c, path);
-}
-
-/* Finds the tokenizer: --tokenizer, else in the model's folder, else in that of the data; there may be none. */
-static void choose_tokenizer(Run* run, const char* model_name)
-{
-    const Flags* f = run->flags;
-    if (f->tokenizer[0]) {
-        ENSURE(path_exists(f->tokenizer, "tokenizer.json", run->tokenizer_path) ||
-               path_exists(f->tokenizer, "", run->tokenizer_path), "--tokenizer %s: no such file", f->tokenizer);
-    } else if (!path_exists(model_name, "tokenizer.json", run->tokenizer_path) &&
-               !path_exists(f->data, "tokenizer.json", run->tokenizer_path)) {
-        run->tokenizer_path[0] = 0;
-    }
 }
 
 static bool folder_has_split(const char* folder, const char* split)

@@ -112,6 +112,7 @@ static void run_free(Run* run)
     token_set_close(&run->train_set);
     token_set_close(&run->val_set);
     free((void*)run->model.config.hf_text);
+    model_files_free(&run->small_files);
     cJSON_Delete(run->products);
     matmul_free();
 }

@@ -3,7 +3,7 @@
  *                     model.safetensors      weights (the fp32 master where there is one), HF names and shapes
  *                     optimizer.safetensors  NAME.m, NAME.v ... for each tensor, fp32: the optimizer's states
  *                     state.json             step, data position, counters, settings (RunState), and checksums
- *                     tokenizer.json         if there is one
+ *                     tokenizer.json ...     the other small files of the model's folder (data/model_files.h)
  * Any rank count and stage resumes any other: each rank reads its slice, and at stage 0 receives the other slices from
  * the ranks that read them. save.h writes checkpoints while training continues. A folder named exactly step_N is
  * complete; if its state.json is missing it is damaged.

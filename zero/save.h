@@ -32,7 +32,7 @@ enum SaveStatus { SAVE_WELL, SAVE_FAILED, SAVE_BUSY };   // of one rank in a pha
 typedef struct SaverConfig {
     const char* out;                                     // the run folder
     size_t keep, keep_every;                             // 0: all
-    void (*small_files)(const char* folder, void* context);   // config.json, tokenizer.json; no CUDA or MPI call
+    void (*small_files)(const char* folder, void* context);   // config.json and others; no CUDA or MPI call
     void* context;
 } SaverConfig;
 
