@@ -40,7 +40,7 @@ enum FlagIs {
     HEADING(model, "Model and data") \
     F(TEXT,   model,         'm', "",        0, 0, PATH | ALWAYS, "preset (gpt2, d12, llama-1b, ...: an unknown name lists all), HF folder or checkpoint") \
     F(SWITCH, from_scratch,  0,   false,     0, 0, 0, "use only config.json of the folder given with -m") \
-    F(TEXT,   tokenizer,     0,   "",        0, 0, PATH, "tokenizer.json (default: the one of the model folder, else of the data folder)") \
+    F(TEXT,   tokenizer,     0,   "",        0, 0, PATH, "tokenizer.json, or vocab.json with merges.txt, or their folder (default: that of the model folder, else of -d if its ids fit)") \
     F(TEXT,   data,          'd', "data/sets/kjv", 0, 0, PATH | ALWAYS, "token shards: folder with train_*.bin and val_*.bin, or one file") \
     F(TEXT,   val,           'v', "",        0, 0, PATH, "validation shards, if not the val_*.bin beside the training shards") \
     F(SWITCH, raw_tokens,    0,   false,     0, 0, 0, "shards are nanoGPT's headerless uint16 .bin") \
@@ -145,7 +145,7 @@ enum FlagIs {
     F(INT,    top_k,         0,   40,        0, 1 << 30, 0, "sample among the k most likely tokens; 0 = all") \
     F(REAL,   top_p,         0,   1.0,       0, 1, 0, "sample among the most likely tokens with this total probability (nucleus sampling)") \
     F(REAL,   repetition_penalty, 0,   1.0,    1e-3, 1e3, 0, "divides logits of tokens already in the text; 1 = off") \
-    F(TEXT,   stop,          0,   "",        0, 0, 0, "tokens that end a text, ids or spellings, comma-separated (default: config.json's eos_token_id)") \
+    F(TEXT,   stop,          0,   "",        0, 0, 0, "tokens that end a text, ids or spellings, comma-separated (default: eos_token_id of config.json and generation_config.json)") \
     F(SWITCH, no_kv_cache,   0,   false,     0, 0, 0, "generate without the key/value cache: the whole context for each token") \
     HEADING(program, "The program") \
     F(INT,    device_mb,     0,   0,         0, INT64_MAX, 0, "CPU and emulated builds: device memory budget in MiB; 0 = the machine's") \
