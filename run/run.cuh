@@ -439,11 +439,16 @@ static void plan_run_free(Run* run)
     run->model.visits = nullptr;
 }
 
-/* Free device memory, the smallest of all ranks. */
+/* Free device memory, the smallest of all ranks. On a GPU less a reserve: NCCL and cuBLASLt take more for other sizes
+ * than those that they have been used with, and code is loaded at its first launch. */
 static size_t device_free_bytes(const Run* run)
 {
     if (run->flags->gpu[0]) return (size_t)(0.94 * (double)run->device.memory_bytes);   // without that of the libraries
     size_t free_bytes, total_bytes;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
+#ifdef DEVICE_CUDA
+    const size_t reserve_bytes = max_size((size_t)512 << 20, total_bytes / 100);
+    free_bytes = free_bytes > reserve_bytes ? free_bytes - reserve_bytes : 0;
+#endif
     return run->flags->plan ? free_bytes : (size_t)-comm_max_host(&run->comm, -(double)free_bytes);
 }
