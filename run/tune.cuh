@@ -161,10 +161,10 @@ static double tune_time(MatmulPlan* plan, const cublasLtMatmulAlgo_t* algo, cuda
     float best_ms = INFINITY, ms;
     CUDA_CHECK(cudaEventCreate(&begin));
     CUDA_CHECK(cudaEventCreate(&end));
-    matmul_plan_run(plan, algo, stream);
+    CUBLAS_CHECK(matmul_plan_run(plan, algo, stream));
     for (int round = 0; round < TUNE_ROUNDS; round++) {
         CUDA_CHECK(cudaEventRecord(begin, stream));
-        for (int i = 0; i < TUNE_REPEATS; i++) matmul_plan_run(plan, algo, stream);
+        for (int i = 0; i < TUNE_REPEATS; i++) CUBLAS_CHECK(matmul_plan_run(plan, algo, stream));
         CUDA_CHECK(cudaEventRecord(end, stream));
         CUDA_CHECK(cudaEventSynchronize(end));
         CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
