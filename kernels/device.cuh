@@ -124,7 +124,7 @@ static void device_uuid(char (&text)[48], const cudaUUID_t* uuid)
     }
 }
 
-/* Host memory of this process comes from the GPU's NUMA node, where it has any left: pinned memory is read over PCIe. */
+/* Host memory of this process comes from the GPU's NUMA node while that has any: pinned memory is read over PCIe. */
 static void device_prefer_numa_node(int device)
 {
     char bus[32], path[96];

@@ -138,8 +138,8 @@ static GpuRow gpu_generic(const char* name, int major, int minor, int num_sms, d
     return row;
 }
 
-/* Of `count` GPUs that the rank sees: one for each rank of the host, or the only one, where the launcher shows each rank
- * its own (Slurm's --gpus-per-task, Kubernetes). -1: too few. Whether two ranks have the same one is seen by its UUID. */
+/* Of `count` GPUs that the rank sees: that of its place on the host, or the only one, where a launcher shows each rank
+ * its own (Slurm's --gpus-per-task, Kubernetes). -1: too few. Two ranks with the same one are found by its UUID. */
 static inline int gpu_of_rank(int count, int host_rank, int host_num_ranks)
 {
     if (count >= host_num_ranks) return host_rank;

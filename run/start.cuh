@@ -47,8 +47,8 @@ static void ensure_own_gpu(const Run* run)
     comm_gather_host(c, all, &own, sizeof own);
     for (int r = 0; c->rank == 0 && r < c->num_ranks; r++)
         for (int other = 0; other < r && own.uuid[0]; other++)
-            ENSURE(strcmp(all[r].uuid, all[other].uuid) != 0, "ranks %d and %d have the same GPU, %s %s on %s: start at "
-                   "most one rank per GPU, and show each rank all GPUs of its host or one of its own", other, r,
+            ENSURE(strcmp(all[r].uuid, all[other].uuid) != 0, "ranks %d and %d have the same GPU, %s %s on %s: start "
+                   "at most one rank per GPU, and show each rank all GPUs of its host or one of its own", other, r,
                    run->device.name, all[r].uuid, all[r].host);
     free(all);
 }

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The first nine minutes on a machine with a GPU: do the kernels compute what they should, does a run train as on the
 # CPU, how fast is it. From a folder that scripts/gpu_pack.sh made: nothing is built or fetched here.
-#   scripts/gpu_check.sh [--dry] [FOLDER]     FOLDER: build/gpu_pack, packed first where it is not there; --dry: the
-#                                             emulated device, tiny sizes
-# Into $OUT (build/gpu_check): results.txt, a line for each row as it ends, with every line of a failure; and logs.tar.gz.
+#   scripts/gpu_check.sh [--dry] [FOLDER]     FOLDER: build/gpu_pack, packed first where it is not there
+#                                             --dry: the same rows on the emulated device, tiny sizes
+# Into $OUT (build/gpu_check): results.txt, a line for each row as it ends with all lines of a failure, and logs.tar.gz.
 # The order is that of what decides most. Each row is a process of its own with a limit of its own: an error that takes
 # the device along ends one row. No row begins that cannot end within LIMIT_S (540) seconds.
 set -uo pipefail
@@ -71,8 +71,8 @@ run() {
     local name=$1 model=$2 precision=$3
     shift 3
     rm -rf "${work:?}/$name"
-    train_gpt -m "$pack/models/$model" --from-scratch -d "$pack/data/small" -p "$precision" -b 2 -g 2 -n "$steps" -l 1e-3 \
-        --warmup 2 --sample-tokens 0 -o "$work/$name" "$@"
+    train_gpt -m "$pack/models/$model" --from-scratch -d "$pack/data/small" -p "$precision" -b 2 -g 2 -n "$steps" \
+        -l 1e-3 --warmup 2 --sample-tokens 0 -o "$work/$name" "$@"
 }
 
 losses_of() { sed -n 's/^{"step": .*"loss": \([^,]*\),.*/\1/p' "$work/$1/log.jsonl"; }
@@ -119,8 +119,8 @@ resumed() {
     [ -n "$got" ] && [ "$got" = "$(cat "$want")" ]
 }
 run_on() {
-    train_gpt -m "$pack/models/$1" --resume "$2" -d "$pack/data/small" -p bf16 -b 2 -g 2 -n "$steps" -l 1e-3 --warmup 2 \
-        --sample-tokens 0
+    train_gpt -m "$pack/models/$1" --resume "$2" -d "$pack/data/small" -p bf16 -b 2 -g 2 -n "$steps" -l 1e-3 \
+        --warmup 2 --sample-tokens 0
 }
 
 # Dropout does not depend on anything but the seed: two runs.
@@ -140,7 +140,10 @@ bench() {
         tee "$work/bench.txt" && sed -nE 's/^(step  |gemm  |memory|flops ).*/= &/p' "$work/bench.txt" | head -n 4
 }
 
+op_test() { "test_ops.$1" --op "$2" | tee /dev/stderr | sed -n '$ s/^/= /p'; }
 op_bench() { test_ops.bf16 --bench "$1" | sed 's/^/= /'; }
+
+torch_bench() { python3 "$pack/torch_gpt2.py" -m "$1" -b "$2" -n 10 --eager | sed 's/^/= /'; }
 
 sanitized() { compute-sanitizer --tool "$1" --error-exitcode 9 "${@:2}" && echo "= clean"; }
 
@@ -151,11 +154,11 @@ profiled() {
 }
 
 clocks() {
-    nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu \
-        --format=csv,noheader | sed 's/^/= /'
+    local fields=name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu
+    nvidia-smi --query-gpu=$fields --format=csv,noheader | sed 's/^/= /'
 }
-export -f run losses_of near trains_as_cpu golden hash_of same resumed run_on dropout_twice bench op_bench sanitized \
-    profiled clocks
+export -f run losses_of near trains_as_cpu golden hash_of same resumed run_on dropout_twice bench op_test op_bench
+export -f torch_bench sanitized profiled clocks
 
 # ---------------------------------------------------------------- the rows, what decides most first
 say "gpu_check $(cat "$pack/version")"
@@ -165,7 +168,7 @@ precisions="bf16 fp32 fp16" ops=$(test_ops.fp32 --list)
 if [ -n "$dry" ]; then precisions="fp32 bf16" ops="rmsnorm rope step"; fi
 for precision in $precisions; do
     for op in $ops; do
-        row "op $precision $op" 20 bash -c '"$@" | tee /dev/stderr | sed -n "$ s/^/= /p"' op "test_ops.$precision" --op "$op"
+        row "op $precision $op" 20 op_test "$precision" "$op"
     done
 done
 row "device, cuBLASLt" 30 test_emu
@@ -225,8 +228,8 @@ else
     skip "ncu" "no Nsight Compute here"
 fi
 if [ -z "$dry" ] && python3 -c 'import torch' 2> /dev/null; then
-    row "PyTorch eager gpt2 B=64" 40 bash -c "python3 $pack/torch_gpt2.py -m gpt2 -b 64 -n 12 --eager | sed 's/^/= /'"
-    row "PyTorch eager gpt2-xl B=16" 40 bash -c "python3 $pack/torch_gpt2.py -m gpt2-xl -b 16 -n 8 --eager | sed 's/^/= /'"
+    row "PyTorch eager gpt2 B=64" 40 torch_bench gpt2 64
+    row "PyTorch eager gpt2-xl B=16" 40 torch_bench gpt2-xl 16
 else
     skip "PyTorch eager" "no torch, or no GPU here"
 fi

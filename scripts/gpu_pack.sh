@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Packs what scripts/gpu_check.sh needs on a machine that has a GPU, its driver and cuBLASLt and nothing else, not even a
-# network: programs, libraries, models, data, and the losses that the CPU build has with them.
+# Packs what scripts/gpu_check.sh needs on a machine that has a GPU, its driver and cuBLASLt and nothing else, not even
+# a network: programs, libraries, models, data, and the losses that the CPU build has with them.
 #   scripts/gpu_pack.sh [--dry] [FOLDER]      FOLDER: build/gpu_pack; --dry: the programs of the emulated build
 # ARCH: the compute capability there (90). The programs are for one rank, without MPI and NCCL. At most 48 MiB.
 set -euo pipefail
@@ -27,8 +27,8 @@ for program in "${programs[@]}"; do
 done | awk '$1 ~ /^lib(cjson|pcre2|gomp|mpi|open-|openblas)/ { print $3 }' | sort -u |
     { if [ -n "$dry" ]; then cat > /dev/null; else xargs -I {} cp -L {} "$pack/lib/"; fi; }
 cp scripts/gpu_check.sh dev/torch_gpt2.py "$pack/"
-echo "$(git rev-parse --short HEAD 2> /dev/null || echo "no commit")${dry:+, emulated device, tiny sizes: no time means anything}" \
-    > "$pack/version"
+version=$(git rev-parse --short HEAD 2> /dev/null || echo "no commit")
+echo "$version${dry:+, emulated device, tiny sizes: no time means anything}" > "$pack/version"
 
 # Heads of 64 and of 128, as the kernels on tensor cores have them; a vocabulary that is padded.
 cat > "$pack/models/gpt/config.json" << 'END'
@@ -51,8 +51,8 @@ import init, util
 pack = pathlib.Path(sys.argv[1])
 golden = json.load(open("test/golden/gpt2_124m.json"))
 h = golden["hyper"]
-util.shard_write(pack / "data/gpt2/train_000000.bin", init.tokens(h["steps"] * h["B"] * h["T"] + 1, 50257, h["data_seed"]),
-                 50257)
+tokens = init.tokens(h["steps"] * h["B"] * h["T"] + 1, 50257, h["data_seed"])
+util.shard_write(pack / "data/gpt2/train_000000.bin", tokens, 50257)
 (pack / "reference/gpt2.fp32").write_text("".join(f"{loss:.9g}\n" for loss in golden["losses"]))
 # Tokens that can be learned: each follows from the one before, four times of five.
 noise = init.tokens(40001, 500, 1)
@@ -68,9 +68,10 @@ if [ -n "$dry" ]; then steps=4; fi
 echo $steps > "$pack/steps"
 for model in gpt llama; do
     for precision in fp32 bf16 fp16; do
-        OMP_NUM_THREADS=1 build/cpu/train_gpt -m "$pack/models/$model" --from-scratch -d "$pack/data/small" -p $precision \
-            -b 2 -g 2 -n $steps -l 1e-3 --warmup 2 --sample-tokens 0 -o "$pack/reference/run" > /dev/null
-        sed -n 's/^{"step": .*"loss": \([^,]*\),.*/\1/p' "$pack/reference/run/log.jsonl" > "$pack/reference/$model.$precision"
+        OMP_NUM_THREADS=1 build/cpu/train_gpt -m "$pack/models/$model" --from-scratch -d "$pack/data/small" \
+            -p $precision -b 2 -g 2 -n $steps -l 1e-3 --warmup 2 --sample-tokens 0 -o "$pack/reference/run" > /dev/null
+        sed -n 's/^{"step": .*"loss": \([^,]*\),.*/\1/p' "$pack/reference/run/log.jsonl" \
+            > "$pack/reference/$model.$precision"
         rm -r "$pack/reference/run"
     done
 done

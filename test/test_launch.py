@@ -1,5 +1,5 @@
-"""Which GPU a rank takes, where launchers show each rank all of them or one of its own. Emulated GPUs have the UUID that
-EMU_GPU_UUID says."""
+"""Which GPU a rank takes, where launchers show each rank all of them or one of its own. Emulated GPUs have the UUID
+that EMU_GPU_UUID says."""
 import pytest
 from util import gpt2_config, model_write, shard_write, train_gpt
 

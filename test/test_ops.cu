@@ -88,7 +88,8 @@ int main(int argc, char** argv)
         printf("floatX %s, memory %.1f GB/s, %d threads\n", FLOATX_NAME, memory_gbps, op_threads());
     }
     matmul_init();
-#define RUN(op) if (only == nullptr || strcmp(only, #op) == 0) op_table(op##_tests, filter, bench, memory_gbps, &totals);
+#define RUN(op) \
+    if (only == nullptr || strcmp(only, #op) == 0) op_table(op##_tests, filter, bench, memory_gbps, &totals);
     OPS(RUN)
     matmul_free();
     if (bench) return 0;

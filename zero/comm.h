@@ -159,7 +159,7 @@ static void comm_init_nccl(Comm* c)
 #endif
 }
 
-/* One tiny collective of each kind: NCCL connects, and takes its memory, at the first. data: n elements for each rank. */
+/* One tiny collective of each kind: NCCL connects, and takes its memory, at the first. data: n elements a rank. */
 static void comm_connect(const Comm* c, float* data, size_t n)
 {
 #if !defined(NO_NCCL) && !defined(NO_MPI)

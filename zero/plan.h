@@ -99,8 +99,8 @@ static void plan_row_allocate(const Plan* p, const PlanRow* row)
         return;
     }
     cudaError_t error = cudaMallocHost(row->dest, row->bytes);
-    ENSURE(error == cudaSuccess, "host memory: %.1f MiB pinned for '%s' cannot be had of the %.1f MiB listed above: %s: "
-           "leave out --offload, or -o where 'states being saved' is the most, or raise -z or the number of ranks",
+    ENSURE(error == cudaSuccess, "host memory: %.1f MiB pinned for '%s' cannot be had of the %.1f MiB listed above: "
+           "%s: leave out --offload, or -o where 'states being saved' is the most, or raise -z or the number of ranks",
            row->bytes / 1048576.0, row->label, plan_bytes(p, Place::HOST) / 1048576.0, cudaGetErrorString(error));
     pinned_clear((char*)*row->dest, row->bytes);
 }
