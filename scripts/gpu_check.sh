@@ -49,10 +49,11 @@ skip() { skipped=$((skipped + 1)); line skip "$1" "$2"; }
 
 # row NAME SECONDS COMMAND...: passes if the command does. Its lines that begin with "= " are the result.
 row() {
-    local name=$1 limit=$2 left=$((limit_s - SECONDS - 5)) log="$logs/${1//[^a-zA-Z0-9.=-]/_}.log" status
+    local name=$1 limit=${ROW_LIMIT_S:-$2} left=$((limit_s - SECONDS - 5)) status
+    local log="$logs/${1//[^a-zA-Z0-9.=-]/_}.log"
     shift 2
     if [ $left -lt 5 ] || [ $left -lt $((limit / 4)) ]; then skip "$name" "no time is left"; return; fi
-    timeout -k 3 $((limit < left ? limit : left)) bash -c '"$@"' row "$@" > "$log" 2>&1 < /dev/null
+    timeout -k 3 $((limit < left ? limit : left)) bash -o pipefail -c '"$@"' row "$@" > "$log" 2>&1 < /dev/null
     status=$?
     if [ $status = 0 ]; then
         passed=$((passed + 1))
