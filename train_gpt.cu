@@ -38,24 +38,32 @@ static void train(Run* run)
     run->on_terminal = on_terminal();
     size_t first = run->step, unread = first + 1;   // unread: the first step whose result the host has not read
     size_t waits_before = comm_host_waits(&run->comm);
+    run->reads_at_once = launches_wait();
     trace_open(run);
     if (run->val_due) evaluate_and_say(run);
     while (run->step < run->num_steps && run->ask != Ask::END) {
         train_step(run);
         size_t step = ++run->step;
-        for (; unread < step; unread++) finish_step(run, unread, nullptr);
+        for (; unread < step; unread++) {
+            step_wait(run, unread);
+            finish_step(run, unread, nullptr);
+        }
         bool last = step == run->num_steps;
-        bool saves = f->out[0] && (last || run->ask != Ask::NONE || (f->save_every > 0 && step % f->save_every == 0));
         bool evals = last || (f->eval_every > 0 && step % f->eval_every == 0);
+        bool saves = f->out[0] && (last || (f->save_every > 0 && step % f->save_every == 0));
         bool hashes = last || saves || (f->hash_every > 0 && step % f->hash_every == 0);
+        bool reads = run->reads_at_once || evals || hashes || run->seen_skip || run->ask != Ask::NONE;
+        if (reads) step_wait(run, step);                // else the host reads the newest result one step later
+        saves = saves || (f->out[0] && run->ask != Ask::NONE);
         trace_poll(run, step - first, false);
-        bool waits = evals || hashes || run->seen_skip || run->ask != Ask::NONE;
-        size_t settled = waits ? step : step - 1;       // without a wait the newest is read one step later
         char hash[32] = "";
-        if (hashes) snprintf(hash, sizeof hash, "%016llx", zero_state_hash(&run->zero));
+        if (saves || hashes) snprintf(hash, sizeof hash, "%016llx", zero_state_hash(&run->zero));
         if (f->check_replicas > 0 && step % f->check_replicas == 0)
             comm_ensure_replica(&run->comm, zero_replica_hash(&run->zero), step);
-        for (; unread <= settled; unread++) finish_step(run, unread, hashes && unread == step ? hash : nullptr);
+        if (reads) {
+            finish_step(run, step, hash[0] ? hash : nullptr);
+            unread = step + 1;
+        }
         if (last && hash[0]) {
             SAY("state hash %s after step %zu\n", hash, step);
             repeat_say(run, hash);
@@ -106,18 +114,20 @@ void RUN_ALL(const Flags* f, Comm* comm)
     if (resume_path[0] && trains) resume(run, resume_path);
     else weights_start(run, resume_path[0] ? resume_path : model_name, f->from_scratch && !resume_path[0]);
     if (exports) {
+        tokenizer_say(run, model_name);
         weights_export(&run->zero, f->export_, weights_dtype(f->export_dtype), (size_t)f->shard_bytes,
                        write_small_files, run);
         SAY("exported %s\n", f->export_);
     } else if (generates) {
         ENSURE(run->tokenizer_path[0] || f->given[FLAG_prompts],
-               "--generate needs a tokenizer.json: none in %s or %s; give --tokenizer FILE", model_name, f->data);
+               "--generate needs a tokenizer.json: none in %s or %s%s; give --tokenizer FILE", model_name, f->data,
+               run->no_tokenizer);
         if (run->comm.rank == 0 || run->setting.stage == 3)
             generate(&run->model, f->no_kv_cache ? nullptr : &run->decoder, f, run->tokenizer_path);
         comm_barrier_idle(&run->comm);
     } else if (f->given[FLAG_choices]) {
-        ENSURE(run->tokenizer_path[0], "--choices needs a tokenizer.json: none in %s or %s; give --tokenizer FILE",
-               model_name, f->data);
+        ENSURE(run->tokenizer_path[0], "--choices needs a tokenizer.json: none in %s or %s%s; give --tokenizer FILE",
+               model_name, f->data, run->no_tokenizer);
         ChoiceCounts counts = choices_count(&run->model, run->tokenizer_path, f->choices);
         SAY("choices %s: %.0f lines | accuracy %.4f by likelihood, %.4f by likelihood per byte\n", f->choices,
             counts.num_items, counts.num_right / counts.num_items, counts.num_right_per_byte / counts.num_items);
@@ -128,7 +138,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
         tune(run, resume_path);
         bench(run, ceilings, model_name);
     } else {
-        signals_begin();
+        signals_begin(run->zero.h_asks);
         save_start(run);
         tune(run, resume_path);
         log_start(run, model_name);
@@ -209,6 +219,7 @@ int main(int argc, char** argv)
     Comm comm;
     char have[64];
     die_rank = comm_launcher_rank();
+    signals_start();
     flags_parse(&flags, &flag_words_of_rows, argc, argv);
     cJSON* repeated = repeat_flags(&flags);
     DsConfig config;

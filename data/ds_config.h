@@ -451,7 +451,7 @@ static void ds_config_read(DsConfig* c, Flags* flags)
     c->file = flags->config;
     if (!flags->config[0]) return;
     size_t length;
-    char* text = json_read_file(c->file, &length);
+    char* text = file_read(c->file, &length);
     ds_blank_comments(text);
     c->json = json_parse(text, length, c->file);
     free(text);

@@ -15,6 +15,7 @@
  * allocated. */
 #pragma once
 #include <cctype>
+#include <cfloat>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -40,7 +41,8 @@ enum FlagIs {
     HEADING(model, "Model and data") \
     F(TEXT,   model,         'm', "",        0, 0, PATH | ALWAYS, "preset (gpt2, d12, llama-1b, ...: an unknown name lists all), HF folder or checkpoint") \
     F(SWITCH, from_scratch,  0,   false,     0, 0, 0, "use only config.json of the folder given with -m") \
-    F(TEXT,   tokenizer,     0,   "",        0, 0, PATH, "tokenizer.json (default: the one of the model folder, else of the data folder)") \
+    F(SWITCH, allow_nonfinite, 0,  false,     0, 0, 0, "load weights with Inf and NaN too, or such as -p makes Inf, to look at them") \
+    F(TEXT,   tokenizer,     0,   "",        0, 0, PATH, "tokenizer.json, or vocab.json with merges.txt, or their folder (default: that of the model folder, else of -d if its ids fit)") \
     F(TEXT,   data,          'd', "data/sets/kjv", 0, 0, PATH | ALWAYS, "token shards: folder with train_*.bin and val_*.bin, or one file") \
     F(TEXT,   val,           'v', "",        0, 0, PATH, "validation shards, if not the val_*.bin beside the training shards") \
     F(SWITCH, raw_tokens,    0,   false,     0, 0, 0, "shards are nanoGPT's headerless uint16 .bin") \
@@ -82,7 +84,7 @@ enum FlagIs {
     F(TEXT,   fp32_tensors,  0,   "",        0, 0, SHAPES, "bf16, fp16: tensors kept in fp32, weight, gradient and moments: comma-separated parts of their names (wte,ln_f) or shell patterns; matrix multiplications read them rounded") \
     HEADING(loss_scale, "Loss scaling (fp16)") \
     F(REAL,   loss_scale,    0,   0,         0, 1e30, 0, "fp16: factor of the loss in the backward; 0 = dynamic") \
-    F(INT,    initial_scale_power, 0,   16,    0, 31, 0, "fp16: the loss scale starts at 2 to this power") \
+    F(INT,    initial_scale_power, 0,   16,    0, 127, 0, "fp16: the loss scale starts at 2 to this power") \
     F(INT,    loss_scale_window, 0,   1000,    1, 1 << 30, 0, "fp16: the loss scale doubles after so many good steps in a row") \
     F(INT,    hysteresis,    0,   2,         1, 1 << 30, 0, "fp16: overflows before the loss scale is halved") \
     F(REAL,   min_loss_scale, 0,   1,         1e-30, 1e30, 0, "fp16: an overflow at this loss scale ends the run") \
@@ -145,10 +147,10 @@ enum FlagIs {
     F(INT,    top_k,         0,   40,        0, 1 << 30, 0, "sample among the k most likely tokens; 0 = all") \
     F(REAL,   top_p,         0,   1.0,       0, 1, 0, "sample among the most likely tokens with this total probability (nucleus sampling)") \
     F(REAL,   repetition_penalty, 0,   1.0,    1e-3, 1e3, 0, "divides logits of tokens already in the text; 1 = off") \
-    F(TEXT,   stop,          0,   "",        0, 0, 0, "tokens that end a text, ids or spellings, comma-separated (default: config.json's eos_token_id)") \
+    F(TEXT,   stop,          0,   "",        0, 0, 0, "tokens that end a text, ids or spellings, comma-separated (default: eos_token_id of config.json and generation_config.json)") \
     F(SWITCH, no_kv_cache,   0,   false,     0, 0, 0, "generate without the key/value cache: the whole context for each token") \
     HEADING(program, "The program") \
-    F(INT,    device_mb,     0,   0,         0, INT64_MAX, 0, "CPU and emulated builds: device memory budget in MiB; 0 = the machine's") \
+    F(INT,    device_mb,     0,   0,         0, INT64_MAX >> 20, 0, "CPU and emulated builds: device memory budget in MiB; 0 = the machine's") \
     F(SWITCH, tune,          0,   false,     0, 0, 0, "GPU: time several algorithms for each matrix multiplication and use the fastest; choices are cached, and in run.json") \
     F(SWITCH, print_config,  0,   false,     0, 0, 0, "print every flag, its value and its source, and stop") \
     F(SWITCH, report,        0,   false,     0, 0, 0, "print what this binary is built with, what it finds on this machine, and how to fix what is missing") \
@@ -193,21 +195,22 @@ typedef struct Flags {
 #define FROM_COMMAND_LINE flags_command_line
 static const char flags_command_line[] = "command line";
 
-/* One row with its types erased; `low` of ONEOF is the list of choices. */
+/* One row with its types erased; `low` of ONEOF is the list of choices. A long double holds every int64. */
+static_assert(LDBL_MANT_DIG >= 64, "the bounds of INT flags are exact");
 typedef struct {
     FlagKind kind;
     const char* name;
     char letter;
     size_t offset;
-    double low, high;
+    long double low, high;
     const char* choices;
     const char* FlagWords::*words;  // the caller's choices; null: none
     int is;
     const char* help;
 } FlagRow;
-template <class T> static double flag_bound(T x) { return (double)x; }
-static inline double flag_bound(const char*) { return 0; }
-static inline double flag_bound(const char* FlagWords::*) { return 0; }
+template <class T> static long double flag_bound(T x) { return x; }
+static inline long double flag_bound(const char*) { return 0; }
+static inline long double flag_bound(const char* FlagWords::*) { return 0; }
 template <class T> static const char* flag_choices(T) { return ""; }
 static inline const char* flag_choices(const char* choices) { return choices; }
 template <class T> static const char* FlagWords::*flag_words(T) { return nullptr; }
@@ -385,19 +388,21 @@ static bool starts_with_other_dash(const char* arg)
 }
 
 // ------------------------------------------------------------------------------------------------- the command line
-/* Whole string is a number in [low, high], or refused by name. Counts may be written 1e6. */
-static double flag_number(const FlagRow* row, const char* shown, const char* text)
+/* Whole string is a number in [low, high], or refused by name. Counts may be written 1e6; all up to the largest int64
+ * are exact. A REAL is rounded once, to a double. */
+static long double flag_number(const FlagRow* row, const char* shown, const char* text)
 {
     char* end;
-    double x = strtod(text, &end);
+    long double x = row->kind == INT ? strtold(text, &end) : (long double)strtod(text, &end);
+    int digits = row->kind == INT ? 19 : 10;
     if (end == text || *end != 0 || std::isnan(x))
         die_usage("%s needs a number, not '%s'", shown, text);
-    if (row->kind == INT && x != floor(x))
+    if (row->kind == INT && x != floorl(x))
         die_usage("%s needs a whole number, not '%s'", shown, text);
     if (x < row->low || x > row->high)
-        die_usage("%s %s is out of range: %.10g to %.10g", shown, text, row->low, row->high);
+        die_usage("%s %s is out of range: %.*Lg to %.*Lg", shown, text, digits, row->low, digits, row->high);
     if (row->kind == REAL && row->low == -1 && x > -1 && x < 0)   // -1 is allowed besides the range
-        die_usage("%s %s is out of range: 0 to %.10g, or -1", shown, text, row->high);
+        die_usage("%s %s is out of range: 0 to %.*Lg, or -1", shown, text, digits, row->high);
     return x;
 }
 
@@ -405,14 +410,8 @@ static void flag_store(Flags* flags, const FlagRow* row, const char* shown, cons
 {
     char* at = (char*)flags + row->offset;
     switch (row->kind) {
-    case REAL: *(double*)at = flag_number(row, shown, text); break;
-    case INT: {
-        double x = flag_number(row, shown, text);
-        char* end;
-        long long exact = strtoll(text, &end, 10);   // beyond 2^53 a double would round
-        *(int64_t*)at = *end == 0 ? exact : (int64_t)x;
-        break;
-    }
+    case REAL: *(double*)at = (double)flag_number(row, shown, text); break;
+    case INT: *(int64_t*)at = (int64_t)flag_number(row, shown, text); break;
     case TEXT: *(const char**)at = text; break;
     case ONEOF: {
         const char* choices = flag_choices_of(flags, row);

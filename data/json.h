@@ -6,7 +6,9 @@
  *   json_int(j, key, min, max, file)               required; json_float json_string json_bool json_object json_array
  *   json_int_or(j, key, fallback, min, max, file)  optional: missing or null gives the fallback; same for the others
  *   json_add_int(j, key, x) ..._float _string _bool _object _array
- *   json_write_file(path, j)                       2 spaces a level, as Python's json.dumps(indent=2), and fsync
+ *   json_add_int64, json_int64                     any int64: written as a string, read from one or from a number
+ *   json_write_file(path, j)                       2 spaces a level, as Python's json.dumps(indent=2); see file_write
+ *   json_text_edit(&t, text, edits, n)             an object's text with some members changed, the rest byte for byte
  *   JsonText t                                     a growing string: json_text_add(&t, fmt, ...) json_text_quote(&t, s)
  *
  * `file` in messages is whatever the reader of the message should check: a path, or "path: section".
@@ -20,9 +22,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <fcntl.h>
-#include <sys/stat.h>
-#include "error.h"
+#include "files.h"
 
 #define JSON_MAX_INT ((long long)1 << 53)
 
@@ -77,28 +77,6 @@ static inline void json_text_free(JsonText* t)
 
 /* ---------------------------------------------------------------- reading */
 
-/* The whole file, with a NUL after it. */
-static inline char* json_read_file(const char* path, size_t* length)
-{
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    ENSURE(fd >= 0, "%s: cannot be opened: %s", path, strerror(errno));
-    struct stat st;
-    ENSURE(fstat(fd, &st) == 0, "%s: cannot be examined: %s", path, strerror(errno));
-    ENSURE(S_ISREG(st.st_mode), "%s: is not a plain file", path);
-    size_t size = (size_t)st.st_size;
-    char* text = (char*)malloc_checked(size + 1);
-    for (*length = 0; *length < size;) {
-        ssize_t n = read(fd, text + *length, size - *length);
-        if (n < 0 && errno == EINTR) continue;
-        ENSURE(n > 0, "%s: reading failed at byte %zu of %zu: %s", path, *length, size,
-               n < 0 ? strerror(errno) : "the file became shorter");
-        *length += (size_t)n;
-    }
-    close(fd);
-    text[size] = 0;
-    return text;
-}
-
 /* The comma before the bracket at `end`, where parsing stopped, or before the one it has just read; else
  * null. */
 static inline const char* json_last_comma(const char* text, const char* end)
@@ -111,8 +89,8 @@ static inline const char* json_last_comma(const char* text, const char* end)
 
 static inline cJSON* json_parse(const char* text, size_t length, const char* file)
 {
-    ENSURE(memchr(text, 0, length) == nullptr, "%s: holds a zero byte at byte %zu, JSON has none; the file is damaged",
-           file, strlen(text));
+    ENSURE_INTACT(memchr(text, 0, length) == nullptr, "%s: holds a zero byte at byte %zu, JSON has none; the file is "
+                  "damaged", file, strlen(text));
     const char* end = nullptr;
     cJSON* root = cJSON_ParseWithOpts(text, &end, 1);
     if (root != nullptr) return root;
@@ -125,19 +103,20 @@ static inline cJSON* json_parse(const char* text, size_t length, const char* fil
         column = *c == '\n' ? 1 : column + 1;
     }
     if (comma != nullptr)
-        die("%s: line %zu, column %zu: a comma after the last item, JSON has none there; take it out", file, line,
-            column);
-    if (*end == 0) die("%s: line %zu, column %zu: the JSON ends too early; the file was cut short", file, line, column);
-    die("%s: line %zu, column %zu: not valid JSON at \"%.*s\"; mend it there", file, line, column,
-        (int)strcspn(end, "\n") < 24 ? (int)strcspn(end, "\n") : 24, end);
+        die_damaged("%s: line %zu, column %zu: a comma after the last item, JSON has none there; take it out", file,
+                    line, column);
+    ENSURE_INTACT(*end != 0, "%s: line %zu, column %zu: the JSON ends too early; the file was cut short", file, line,
+                  column);
+    die_damaged("%s: line %zu, column %zu: not valid JSON at \"%.*s\"; mend it there", file, line, column,
+                (int)strcspn(end, "\n") < 24 ? (int)strcspn(end, "\n") : 24, end);
 }
 
 static inline cJSON* json_parse_file(const char* path)
 {
     size_t length;
-    char* text = json_read_file(path, &length);
+    char* text = (char*)hold(file_read(path, &length));
     cJSON* root = json_parse(text, length, path);
-    free(text);
+    give_back(text);
     return root;
 }
 
@@ -249,7 +228,23 @@ static inline bool json_bool_or(const cJSON* object, const char* key, bool fallb
     return json_has(object, key) ? json_bool(object, key, file) : fallback;
 }
 
+/* As json_add_int64 wrote it, or a number. Not negative. */
+static inline long long json_int64(const cJSON* object, const char* key, const char* file)
+{
+    const cJSON* item = json_require(object, key, file);
+    if (!cJSON_IsString(item)) return json_item_int(item, key, 0, JSON_MAX_INT, file);
+    char* end;
+    errno = 0;
+    long long x = strtoll(item->valuestring, &end, 10);
+    ENSURE(isdigit((unsigned char)item->valuestring[0]) && *end == 0 && errno == 0,
+           "%s: \"%s\" is \"%s\", must be a whole number up to %lld", file, key, item->valuestring, LLONG_MAX);
+    return x;
+}
+
 /* ---------------------------------------------------------------- writing */
+
+/* For hold(): a tree that an attempt gives back. */
+static inline void json_delete_held(void* tree) { cJSON_Delete((cJSON*)tree); }
 
 static inline cJSON* json_new_object()
 {
@@ -268,6 +263,13 @@ static inline void json_add_int(cJSON* object, const char* key, long long x)
 {
     ENSURE(x >= -JSON_MAX_INT && x <= JSON_MAX_INT, "\"%s\" is %lld, JSON holds whole numbers up to 2^53 only", key, x);
     json_added(cJSON_AddNumberToObject(object, key, (double)x), key);
+}
+
+static inline void json_add_int64(cJSON* object, const char* key, long long x)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%lld", x);
+    json_added(cJSON_AddStringToObject(object, key, text), key);
 }
 
 static inline void json_add_float(cJSON* object, const char* key, double x)     // NaN and Inf become null
@@ -329,18 +331,51 @@ static inline void json_text_item(JsonText* t, const cJSON* item, int depth)
     json_text_add(t, is_object ? "}" : "]");
 }
 
-static inline void json_write_text(const char* path, const char* text, size_t length)
+/* What a member of an object becomes: `value` is JSON, null takes it out. `adds`: one that is missing is added. */
+typedef struct { const char *key, *value; bool adds; } JsonEdit;
+
+/* The first of the characters `ends` outside of strings and of brackets opened on the way. */
+static inline const char* json_skip_to(const char* c, const char* ends)
 {
-    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    ENSURE(fd >= 0, "%s: cannot be created: %s", path, strerror(errno));
-    for (size_t done = 0; done < length;) {
-        ssize_t n = write(fd, text + done, length - done);
-        if (n < 0 && errno == EINTR) continue;
-        ENSURE(n > 0, "%s: writing failed at byte %zu of %zu: %s", path, done, length,
-               n < 0 ? strerror(errno) : "nothing was written");
-        done += (size_t)n;
+    for (int depth = 0; *c != 0 && (depth > 0 || strchr(ends, *c) == nullptr); c++) {
+        depth += (*c == '{' || *c == '[') - (*c == '}' || *c == ']');
+        if (*c == '"') for (c++; *c != '"'; c++) c += *c == '\\';
     }
-    ENSURE(fsync(fd) == 0 && close(fd) == 0, "%s: bringing it to the disk failed: %s", path, strerror(errno));
+    return c;
+}
+
+/* Adds an object's text, which json_parse has taken, with the members of its top level changed. cJSON would write it
+ * anew: without the spelling of numbers, where 1.0 is no integer and 2^60 exact. */
+static inline void json_text_edit(JsonText* t, const char* text, const JsonEdit* edits, int num_edits)
+{
+    const char *first = strchr(text, '{') + 1, *end = first, *separator = "";
+    const int blanks = (int)strspn(first, " \t\r\n");                // before a member
+    uint64_t seen = 0;
+    json_text_add(t, "%.*s", (int)(first - text), text);
+    for (const char* from = first; first[blanks] != '}' && *end != '}'; from = end + 1) {
+        const char *key = strchr(from, '"') + 1, *value = json_skip_to(from, ":") + 1;
+        value += strspn(value, " \t\r\n");
+        end = json_skip_to(value, ",}");
+        int i = 0;
+        for (size_t n; i < num_edits; i++)
+            if (strncmp(key, edits[i].key, n = strlen(edits[i].key)) == 0 && key[n] == '"') break;
+        seen |= (uint64_t)1 << i;
+        if (i < num_edits && edits[i].value == nullptr) continue;
+        int length = (int)(end - value);
+        while (isspace((unsigned char)value[length - 1])) length--;
+        if (separator[0]) json_text_add(t, ",%.*s", (int)(value - from), from);
+        else json_text_add(t, "%.*s%.*s", blanks, first, (int)(value - key + 1), key - 1);
+        if (i < num_edits) json_text_add(t, "%s", edits[i].value);
+        else json_text_add(t, "%.*s", length, value);
+        separator = ",";
+    }
+    for (int i = 0; i < num_edits; i++) {
+        if (!edits[i].adds || (seen >> i & 1) != 0) continue;
+        json_text_add(t, "%s%.*s\"%s\": %s", separator, blanks, first, edits[i].key, edits[i].value);
+        separator = ",";
+    }
+    while (isspace((unsigned char)end[-1])) end--;
+    json_text_add(t, "%s", end);
 }
 
 static inline void json_write_file(const char* path, const cJSON* root)
@@ -348,6 +383,7 @@ static inline void json_write_file(const char* path, const cJSON* root)
     JsonText t = {nullptr, 0, 0};
     json_text_item(&t, root, 0);
     json_text_add(&t, "\n");
-    json_write_text(path, t.text, t.length);
-    json_text_free(&t);
+    hold(t.text);
+    file_write(path, t.text, t.length);
+    give_back(t.text);
 }

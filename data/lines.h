@@ -5,11 +5,8 @@
  *   char* line = lines_next(&in, &length)          waits; without its newline, to be freed; null at the end
  *   lines_close(&in) */
 #pragma once
-#include <cerrno>
-#include <cstring>
-#include <fcntl.h>
 #include <poll.h>
-#include "error.h"
+#include "files.h"
 
 typedef struct {
     const char* name;            // for messages
@@ -22,9 +19,7 @@ typedef struct {
 static inline Lines lines_open(const char* path)
 {
     bool is_stdin = strcmp(path, "-") == 0;
-    Lines in = {is_stdin ? "stdin" : path, is_stdin ? 0 : open(path, O_RDONLY | O_CLOEXEC), nullptr, 0, 0, false};
-    ENSURE(in.fd >= 0, "%s: cannot be opened: %s", path, strerror(errno));
-    return in;
+    return Lines{is_stdin ? "stdin" : path, is_stdin ? 0 : file_open(path), nullptr, 0, 0, false};
 }
 
 static inline void lines_close(Lines* in)
@@ -42,9 +37,9 @@ static inline void lines_read(Lines* in)
         in->text = (char*)realloc(in->text, in->room);
         ENSURE(in->text != nullptr, "out of host memory: a line of %s has %zu bytes", in->name, in->length);
     }
-    ssize_t n = read(in->fd, in->text + in->length, in->room - in->length);
-    ENSURE(n >= 0 || errno == EINTR, "%s: cannot be read: %s", in->name, strerror(errno));
-    if (n > 0) in->length += (size_t)n;
+    ssize_t n = TEMP_FAILURE_RETRY(read(in->fd, in->text + in->length, in->room - in->length));
+    ENSURE(n >= 0, "%s: cannot be read: %s", in->name, strerror(errno));
+    in->length += (size_t)n;
     in->ended = n == 0;
 }
 

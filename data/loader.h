@@ -126,7 +126,7 @@ static inline int loader_file(Loader* l, size_t file_idx)
     if (l->open_fd[place] >= 0) close(l->open_fd[place]);
     const char* path = l->set->files[file_idx].path;
     l->open_file[place] = file_idx;
-    l->open_fd[place] = open(path, O_RDONLY | O_CLOEXEC);
+    l->open_fd[place] = (int)TEMP_FAILURE_RETRY(open(path, O_RDONLY | O_CLOEXEC));
     if (l->open_fd[place] < 0) {
         snprintf(l->error, sizeof l->error, "%s: cannot be opened any more: %s; it was there when the run began",
                  path, strerror(errno));

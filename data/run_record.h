@@ -60,7 +60,7 @@ static cJSON* record_read(const char* folder)
 {
     char path[4200];
     snprintf(path, sizeof path, "%s/run.json", folder);
-    ENSURE(access(path, R_OK) == 0, "--repeat %s: there is no run.json: give the -o folder of a run", folder);
+    ENSURE(file_exists(path), "--repeat %s: there is no run.json: give the -o folder of a run", folder);
     return json_parse_file(path);
 }
 

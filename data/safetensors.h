@@ -11,7 +11,8 @@
  *   SafeTensors* st = safetensors_plan(path, tensors, n, max_file_bytes)   name, dtype, dims of each; touches no file
  *   safetensors_create_files(st)                   one rank: files at full length, headers, index
  *   safetensors_open_files(st)                     the others, after a barrier
- *   safetensors_write_f32 / _bytes(st, t, first_elem, num_elems, src)      any rank, any range, in any order
+ *   safetensors_write_f32 / _bytes(st, t, first_elem, num_elems, src)      any rank, any range, in any order. A value
+ *                                                  that F16 or BF16 would make infinite is refused
  *                                                  where src is aligned to a page as the range is in the file, whole
  *                                                  pages go past the page cache
  *   safetensors_sync(st)                           to the disk; then safetensors_close
@@ -27,10 +28,10 @@
  * More bytes than max_file_bytes are spread over NAME-00001-of-0000N.safetensors as huggingface_hub does it, in the
  * order given, and NAME.safetensors.index.json says in "weight_map" which file has which tensor. */
 #pragma once
-#include <sys/mman.h>
 #include <sys/statvfs.h>
 #include "json.h"
-#include "tokens.h"              // pread_full
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "tensors are read as they are stored in the file");
 
 enum class SafeDtype {           // in the order of the library's files: wide before narrow
     U64, I64, F64, C64, F32, U32, I32, BF16, F16, U16, I16, F8_E8M0, F8_E4M3, F8_E5M2, I8, U8, F6_E3M2, F6_E2M3, F4,
@@ -221,23 +222,33 @@ static inline void safe_check_layout(SafeTensor* tensors, size_t count, const ch
            path, at, data_bytes);
 }
 
+/* The file's bytes from `offset` on: fewer than are asked for is damage, an error of the system is not. */
+static inline void safe_read_range(const SafeFile* file, void* out, size_t size_bytes, size_t offset)
+{
+    size_t got = pread_full(file->fd, out, size_bytes, offset);
+    ENSURE(got == size_bytes || errno == 0, "%s: reading %zu bytes at byte %zu failed at byte %zu: %s", file->path,
+           size_bytes, offset, offset + got, strerror(errno));
+    ENSURE_INTACT(got == size_bytes, "%s: need %zu bytes at byte %zu, have %zu; the file was cut short", file->path,
+                  size_bytes, offset, got);
+}
+
 static inline char* safe_read_header(const SafeFile* file, size_t* header_bytes)
 {
     unsigned char length[8];
-    ENSURE(file->num_bytes >= 8 && pread_full(file->fd, length, 8, 0) == 8, "%s: has %zu bytes, a safetensors file "
-           "begins with 8 for the length of its header; it was cut short, or is not one", file->path, file->num_bytes);
+    ENSURE_INTACT(file->num_bytes >= 8, "%s: has %zu bytes, a safetensors file begins with 8 for the length of its "
+                  "header; it was cut short, or is not one", file->path, file->num_bytes);
+    safe_read_range(file, length, 8, 0);
     *header_bytes = 0;
     for (int i = 7; i >= 0; i--) *header_bytes = *header_bytes << 8 | length[i];
-    ENSURE(*header_bytes <= SAFE_MAX_HEADER_BYTES, "%s: says at byte 0 that its header has %zu bytes, at most %zu are "
-           "allowed; it is not a safetensors file, or damaged", file->path, *header_bytes, SAFE_MAX_HEADER_BYTES);
-    ENSURE(*header_bytes <= file->num_bytes - 8, "%s: says at byte 0 that its header has %zu bytes, %zu follow; it was "
-           "cut short: copy it again", file->path, *header_bytes, file->num_bytes - 8);
-    char* text = (char*)malloc_checked(*header_bytes + 1);
-    size_t got = pread_full(file->fd, text, *header_bytes, 8);
-    ENSURE(got == *header_bytes, "%s: need %zu bytes at byte 8, have %zu%s%s", file->path, *header_bytes, got,
-           errno ? ": " : "", errno ? strerror(errno) : "");
+    ENSURE_INTACT(*header_bytes <= SAFE_MAX_HEADER_BYTES, "%s: says at byte 0 that its header has %zu bytes, at most "
+                  "%zu are allowed; it is not a safetensors file, or damaged", file->path, *header_bytes,
+                  SAFE_MAX_HEADER_BYTES);
+    ENSURE_INTACT(*header_bytes <= file->num_bytes - 8, "%s: says at byte 0 that its header has %zu bytes, %zu follow; "
+                  "it was cut short: copy it again", file->path, *header_bytes, file->num_bytes - 8);
+    char* text = (char*)hold(malloc_checked(*header_bytes + 1));
+    safe_read_range(file, text, *header_bytes, 8);
     text[*header_bytes] = 0;
-    return text;
+    return (char*)hand_over(text);
 }
 
 static inline void safe_read_file(SafeTensors* st, const char* path)
@@ -249,8 +260,7 @@ static inline void safe_read_file(SafeTensors* st, const char* path)
     memset(file, 0, sizeof *file);
     file->path = strdup(path);
     file->direct_fd = -1;
-    file->fd = open(path, O_RDONLY | O_CLOEXEC);
-    ENSURE(file->fd >= 0, "%s: cannot be opened: %s", path, strerror(errno));
+    file->fd = file_open(path);
     struct stat stat_of;
     ENSURE(fstat(file->fd, &stat_of) == 0 && S_ISREG(stat_of.st_mode), "%s: is not a plain file", path);
     file->num_bytes = (size_t)stat_of.st_size;
@@ -317,7 +327,7 @@ static inline void safe_check_index(const SafeTensors* st, const cJSON* weight_m
 static inline bool safe_is_file(const char* path)
 {
     struct stat st;
-    return stat(path, &st) == 0 && S_ISREG(st.st_mode);
+    return file_exists(path) && stat(path, &st) == 0 && S_ISREG(st.st_mode);
 }
 
 /* path may be a .safetensors file, such a name of which only its index exists, an index, or a folder. */
@@ -328,7 +338,7 @@ static inline SafeTensors* safetensors_open(const char* path)
     st->path = strdup(path);
     char file[4096], index[4200];
     struct stat stat_of;
-    bool is_folder = stat(path, &stat_of) == 0 && S_ISDIR(stat_of.st_mode);
+    bool is_folder = file_exists(path) && stat(path, &stat_of) == 0 && S_ISDIR(stat_of.st_mode);
     int used = snprintf(file, sizeof file, "%s%s", path, is_folder ? "/model.safetensors" : "");
     ENSURE(used < (int)sizeof file, "%s: the path is too long", path);
     bool is_index = used > 5 && strcmp(file + used - 5, ".json") == 0;
@@ -368,48 +378,20 @@ static inline void safetensors_close(SafeTensors* st)
 
 /* ---------------------------------------------------------------- reading elements */
 
-/* Elements of a tensor as they are in their file: no more is mapped, so that a rank's memory is that of its part. */
-typedef struct {
-    const unsigned char* bytes;
-    void* map;
-    size_t map_bytes;
-} SafeWindow;
-
-static inline SafeWindow safe_map(const SafeTensors* st, const SafeTensor* t, size_t first_elem, size_t num_elems)
+/* Elements of a tensor as they are in their file, into out. */
+static inline void safetensors_read_bytes(const SafeTensors* st, const SafeTensor* t, size_t first_elem,
+                                          size_t num_elems, void* out)
 {
     size_t bits = safe_dtypes[(int)t->dtype].elem_bits;
     ENSURE(first_elem <= t->num_elems && num_elems <= t->num_elems - first_elem, "%s: tensor \"%s\" has %zu "
            "elements, %zu to %zu were asked for", st->path, t->name, t->num_elems, first_elem, first_elem + num_elems);
     ENSURE(bits % 8 == 0, "%s: tensor \"%s\" is %s, which has no whole bytes", st->path, t->name,
            safe_dtypes[(int)t->dtype].name);
-    const SafeFile* file = &st->files[t->file_idx];
-    size_t need = num_elems * bits / 8, offset = t->offset + first_elem * bits / 8;
-    size_t lead = offset % (size_t)sysconf(_SC_PAGESIZE);
-    SafeWindow w = {nullptr, nullptr, lead + need};
-    if (need == 0) return w;
-    struct stat now;                                         // a page past its end would end us without a word
-    ENSURE(fstat(file->fd, &now) == 0 && (size_t)now.st_size >= offset + need, "%s: tensor \"%s\" has %zu "
-           "bytes from byte %zu on; the file was cut short since it was opened", file->path, t->name, need, offset);
-    w.map = mmap(nullptr, w.map_bytes, PROT_READ, MAP_SHARED | MAP_POPULATE, file->fd, (off_t)(offset - lead));
-    ENSURE(w.map != MAP_FAILED, "%s: %zu bytes at byte %zu cannot be mapped: %s", file->path, need, offset,
-           strerror(errno));
-    w.bytes = (const unsigned char*)w.map + lead;
-    st->num_read_bytes += need;
-    return w;
+    safe_read_range(&st->files[t->file_idx], out, num_elems * bits / 8, t->offset + first_elem * bits / 8);
+    st->num_read_bytes += num_elems * bits / 8;
 }
 
-static inline void safe_unmap(SafeWindow w)
-{
-    if (w.map != nullptr) munmap(w.map, w.map_bytes);
-}
-
-static inline void safetensors_read_bytes(const SafeTensors* st, const SafeTensor* t, size_t first_elem,
-                                          size_t num_elems, void* out)
-{
-    SafeWindow w = safe_map(st, t, first_elem, num_elems);
-    if (num_elems > 0) memcpy(out, w.bytes, num_elems * (safe_dtypes[(int)t->dtype].elem_bits / 8));
-    safe_unmap(w);
-}
+#define SAFE_CONVERT_ELEMS ((size_t)16384)       // of 16 bits, converted at once
 
 static inline void safetensors_read_f32(const SafeTensors* st, const SafeTensor* t, size_t first_elem, size_t num_elems,
                                         float* out)
@@ -422,13 +404,14 @@ static inline void safetensors_read_f32(const SafeTensors* st, const SafeTensor*
         safetensors_read_bytes(st, t, first_elem, num_elems, out);
         return;
     }
-    SafeWindow w = safe_map(st, t, first_elem, num_elems);
-    for (size_t i = 0; i < num_elems; i++) {
-        uint16_t bits;
-        memcpy(&bits, w.bytes + 2 * i, 2);
-        out[i] = is_f16 ? safe_float_of_f16(bits) : safe_float_of_bits((uint32_t)bits << 16);
+    uint16_t half[SAFE_CONVERT_ELEMS];
+    for (size_t done = 0; done < num_elems; ) {
+        size_t n = num_elems - done < SAFE_CONVERT_ELEMS ? num_elems - done : SAFE_CONVERT_ELEMS;
+        safetensors_read_bytes(st, t, first_elem + done, n, half);
+        for (size_t i = 0; i < n; i++)
+            out[done + i] = is_f16 ? safe_float_of_f16(half[i]) : safe_float_of_bits((uint32_t)half[i] << 16);
+        done += n;
     }
-    safe_unmap(w);
 }
 
 /* ---------------------------------------------------------------- planning files to write */
@@ -490,7 +473,7 @@ static inline void safe_plan_header(SafeFile* file, SafeTensor* tensors, size_t 
     json_text_add(&t, "}");
     while (t.length % 8 != 0) json_text_add(&t, " ");
     uint64_t header_bytes = t.length - 8;
-    memcpy(t.text, &header_bytes, 8);                // little-endian, as tokens.h asserts
+    memcpy(t.text, &header_bytes, 8);                // little-endian
     for (size_t i = 0; i < count; i++) tensors[i].offset += t.length;
     file->header = t.text;
     file->header_bytes = t.length;
@@ -563,9 +546,9 @@ static inline SafeTensors* safetensors_plan(const char* path, const SafeTensor* 
 static inline void safe_write_cached(const SafeFile* file, const void* data, size_t size_bytes, size_t offset)
 {
     for (size_t done = 0; done < size_bytes;) {
-        ssize_t n = pwrite(file->fd, (const char*)data + done, size_bytes - done, (off_t)(offset + done));
-        if (n < 0 && errno == EINTR) continue;
-        ENSURE(n > 0, "%s: writing %zu bytes at byte %zu of %zu failed: %s; make room, or write elsewhere with --out",
+        ssize_t n = TEMP_FAILURE_RETRY(pwrite(file->fd, (const char*)data + done, size_bytes - done,
+                                              (off_t)(offset + done)));
+        ENSURE(n > 0, "%s: writing %zu bytes at byte %zu of %zu failed: %s; make room, or write to another folder",
                file->path, size_bytes - done, offset + done, file->num_bytes,
                n < 0 ? strerror(errno) : "nothing was written");
         done += (size_t)n;
@@ -581,8 +564,8 @@ static inline void safe_write_range(const SafeFile* file, const void* data, size
     if (file->direct_fd >= 0 && size_bytes > lead && ((uintptr_t)data - offset) % SAFE_DIRECT_BYTES == 0) {
         safe_write_cached(file, data, lead, offset);
         size_t pages_bytes = (size_bytes - lead) / SAFE_DIRECT_BYTES * SAFE_DIRECT_BYTES;
-        ssize_t n = pages_bytes == 0 ? 0 : pwrite(file->direct_fd, (const char*)data + lead, pages_bytes,
-                                                  (off_t)(offset + lead));
+        ssize_t n = pages_bytes == 0 ? 0 : TEMP_FAILURE_RETRY(
+            pwrite(file->direct_fd, (const char*)data + lead, pages_bytes, (off_t)(offset + lead)));
         done = lead + (n > 0 ? (size_t)n : 0);
     }
     safe_write_cached(file, (const char*)data + done, size_bytes - done, offset + done);
@@ -591,25 +574,28 @@ static inline void safe_write_range(const SafeFile* file, const void* data, size
 /* `mode` is O_CREAT | O_TRUNC for the rank that makes it. */
 static inline bool safe_open_to_write(SafeFile* file, int mode)
 {
-    file->fd = open(file->path, O_RDWR | O_CLOEXEC | mode, 0666);
-    if (file->fd >= 0) file->direct_fd = open(file->path, O_WRONLY | O_DIRECT | O_CLOEXEC);
-    return file->fd >= 0;
+    file->fd = (int)TEMP_FAILURE_RETRY(open(file->path, O_RDWR | O_CLOEXEC | mode, 0666));
+    if (file->fd < 0) return false;
+    file->direct_fd = (int)TEMP_FAILURE_RETRY(open(file->path, O_WRONLY | O_DIRECT | O_CLOEXEC));
+    return true;
 }
 
 /* The room is taken at once where the file system can, so that a full disk is met here and not in the middle. */
 static inline void safe_create_file(SafeFile* file)
 {
     ENSURE(safe_open_to_write(file, O_CREAT | O_TRUNC), "%s: cannot be created: %s", file->path, strerror(errno));
-    int result = fallocate(file->fd, 0, 0, (off_t)file->num_bytes);
+    const off_t length = (off_t)file->num_bytes;
+    int result = (int)TEMP_FAILURE_RETRY(fallocate(file->fd, 0, 0, length));
     if (result != 0 && (errno == ENOSPC || errno == EDQUOT || errno == EFBIG)) {
         int why = errno;
         struct statvfs fs;
         size_t free_bytes = fstatvfs(file->fd, &fs) == 0 ? (size_t)fs.f_bavail * fs.f_frsize : 0;
-        die("%s: needs %zu bytes, the file system has %zu free: %s; make room, or write elsewhere with --out",
-            file->path, file->num_bytes, free_bytes, strerror(why));
+        die("%s: needs %zu bytes, the file system has %zu free: %s; make room%s, or write to another folder",
+            file->path, file->num_bytes, free_bytes, strerror(why),
+            why == EFBIG ? " or raise the limit on file sizes (ulimit -f)" : "");
     }
-    ENSURE(ftruncate(file->fd, (off_t)file->num_bytes) == 0, "%s: cannot be made %zu bytes long: %s", file->path,
-           file->num_bytes, strerror(errno));
+    ENSURE(TEMP_FAILURE_RETRY(ftruncate(file->fd, length)) == 0, "%s: cannot be made %zu bytes long: %s",
+           file->path, file->num_bytes, strerror(errno));
     safe_write_range(file, file->header, file->header_bytes, 0);
 }
 
@@ -619,7 +605,7 @@ static inline void safetensors_create_files(SafeTensors* st)
     if (st->index == nullptr) return;
     char path[4200];
     snprintf(path, sizeof path, "%s.index.json", st->path);
-    json_write_text(path, st->index, strlen(st->index));
+    file_write(path, st->index, strlen(st->index));
 }
 
 static inline void safetensors_open_files(SafeTensors* st)
@@ -640,7 +626,26 @@ static inline void safetensors_write_bytes(const SafeTensors* st, const SafeTens
     safe_write_range(&st->files[t->file_idx], src, num_elems * bits / 8, t->offset + first_elem * bits / 8);
 }
 
-#define SAFE_CONVERT_ELEMS 16384
+/* Refuses the first finite value that would be infinite in the tensor's type: between the largest of the type and the
+ * next power of two, from the middle on. */
+static inline void safetensors_ensure_fits(const SafeTensors* st, const SafeTensor* t, size_t first_elem,
+                                           size_t num_elems, const float* src)
+{
+    const bool is_f16 = t->dtype == SafeDtype::F16;
+    if (t->dtype != SafeDtype::BF16 && !is_f16) return;
+    const float too_large = is_f16 ? 65520.0f : 0x1.ffp127f, largest = is_f16 ? 65504.0f : 0x1.fep127f;
+    size_t i = 0;
+    while (i < num_elems && !(fabsf(src[i]) >= too_large && std::isfinite(src[i]))) i++;
+    if (i == num_elems) return;
+    char place[24 * SAFE_MAX_DIMS] = "";
+    for (size_t d = (size_t)t->num_dims, rest = first_elem + i; d-- > 0; rest /= t->dims[d]) {
+        char tail[sizeof place];
+        snprintf(tail, sizeof tail, "%zu%s%.100s", rest % t->dims[d], place[0] ? ", " : "", place);
+        memcpy(place, tail, sizeof place);
+    }
+    die("%s: tensor %s has %.9g at [%s], beyond the largest %s, %.9g: give --export-dtype %s", st->path, t->name,
+        src[i], place, safe_dtypes[(int)t->dtype].name, largest, is_f16 ? "bf16 or fp32" : "fp32");
+}
 
 static inline void safetensors_write_f32(const SafeTensors* st, const SafeTensor* t, size_t first_elem,
                                          size_t num_elems, const float* src)
@@ -652,6 +657,7 @@ static inline void safetensors_write_f32(const SafeTensors* st, const SafeTensor
         safetensors_write_bytes(st, t, first_elem, num_elems, src);
         return;
     }
+    safetensors_ensure_fits(st, t, first_elem, num_elems, src);
     uint16_t half[SAFE_CONVERT_ELEMS];
     for (size_t done = 0; done < num_elems;) {
         size_t n = num_elems - done < SAFE_CONVERT_ELEMS ? num_elems - done : SAFE_CONVERT_ELEMS;
@@ -666,7 +672,7 @@ static inline void safetensors_write_f32(const SafeTensors* st, const SafeTensor
 static inline void safetensors_sync(const SafeTensors* st)
 {
     for (size_t i = 0; i < st->num_files; i++) {
-        ENSURE(fsync(st->files[i].fd) == 0, "%s: bringing it to the disk failed: %s", st->files[i].path,
-               strerror(errno));
+        ENSURE(TEMP_FAILURE_RETRY(fsync(st->files[i].fd)) == 0, "%s: bringing it to the disk failed: %s",
+               st->files[i].path, strerror(errno));
     }
 }

@@ -1,6 +1,6 @@
 /* tokenizer.h: text to token ids and back, as the tokenizer.json of a Hugging Face folder says.
  *
- *   Tokenizer* k = tokenizer_open(path)            a tokenizer.json, or the folder it is in
+ *   Tokenizer* k = tokenizer_open(path)            a tokenizer.json, or a vocab.json with merges.txt, or their folder
  *   int* ids = tokenizer_encode(k, text, length, &n)     UTF-8 text; special tokens written out in it are recognised;
  *                                                  none are added: k->prefix are those that belong before. free() it
  *   char* text = tokenizer_decode(k, ids, n, &length)    bytes with a NUL after them; a character may be cut by the
@@ -31,6 +31,7 @@
 #include "json.h"
 #include "normalize.h"
 #include "sentencepiece.h"
+#include "tokenizer_files.h"
 
 #define TOKENIZER_MAX_STEPS 8
 #define TOKENIZER_MAX_VOCAB (1 << 24)
@@ -437,10 +438,9 @@ static inline Tokenizer* tokenizer_open(const char* path)
 {
     char file[4096];
     struct stat st;
-    bool is_folder = stat(path, &st) == 0 && S_ISDIR(st.st_mode);
-    int used = snprintf(file, sizeof file, "%s%s", path, is_folder ? "/tokenizer.json" : "");
-    ENSURE(used < (int)sizeof file, "%s: the path is too long", path);
-    cJSON* root = json_parse_file(file);
+    if (stat(path, &st) == 0 && S_ISDIR(st.st_mode)) tokenizer_locate(path, file);
+    else ENSURE(snprintf(file, sizeof file, "%s", path) < (int)sizeof file, "%s: the path is too long", path);
+    cJSON* root = tokenizer_json(file);
     const cJSON* model = json_object(root, "model", file);
     tokenizer_refuse_other_kinds(root, model, file);
 

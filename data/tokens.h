@@ -18,15 +18,8 @@
  *   1024         tokens, 2 or 4 bytes each, little-endian; the file ends with the last one
  * nanoGPT's .bin is the same without a header, uint16 only: read when `raw` is true. */
 #pragma once
-#include <cerrno>
-#include <cstdint>
-#include <cstring>
-#include <dirent.h>
-#include <fcntl.h>
 #include <glob.h>
-#include <sys/stat.h>
-#include <unistd.h>
-#include "error.h"
+#include "files.h"
 
 static_assert(sizeof(size_t) == 8, "positions in files are size_t and must have 64 bits");
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "tokens are read as they are stored in the file");
@@ -62,21 +55,6 @@ typedef struct {
 } TokenWriter;
 
 /* ---------------------------------------------------------------- reading one file */
-
-/* pread until `size_bytes` are there. Returns what it got: less only at the end of the file or, with errno set, after
- * an error. */
-static inline size_t pread_full(int fd, void* out, size_t size_bytes, size_t offset)
-{
-    size_t done = 0;
-    errno = 0;
-    while (done < size_bytes) {
-        ssize_t n = pread(fd, (char*)out + done, size_bytes - done, (off_t)(offset + done));
-        if (n < 0 && errno == EINTR) { errno = 0; continue; }
-        if (n <= 0) break;
-        done += (size_t)n;
-    }
-    return done;
-}
 
 static inline TokenFile token_file_open_raw(const char* path, size_t file_bytes)
 {
@@ -127,8 +105,7 @@ static inline TokenFile token_file_open(const char* path, bool raw)
     const char* stem = token_path_stem(path, &length);
     ENSURE(!token_path_is_source(path), "%s: is not a token shard; make shards of it with: python3 data/prepare.py %s "
            "--out data/sets/%.*s, and train with -d data/sets/%.*s", path, path, length, stem, length, stem);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    ENSURE(fd >= 0, "%s: cannot be opened: %s", path, strerror(errno));
+    int fd = file_open(path);
     struct stat st;
     ENSURE(fstat(fd, &st) == 0, "%s: cannot be examined: %s", path, strerror(errno));
     ENSURE(S_ISREG(st.st_mode), "%s: is not a plain file; name a token shard, a pattern or a folder of shards", path);
@@ -241,21 +218,21 @@ static inline char** token_paths_push(char** paths, size_t* count, const char* p
 
 static inline char** token_paths_of_folder(const char* folder, const char* split, size_t* count)
 {
-    DIR* dir = opendir(folder);
+    DIR* dir = folder_open(folder);
     ENSURE(dir != nullptr, "%s: cannot be listed: %s", folder, strerror(errno));
     char** paths = nullptr;
     bool has_source = false;
-    for (struct dirent* entry = readdir(dir); entry != nullptr; entry = readdir(dir)) {
-        has_source = has_source || token_path_is_source(entry->d_name);
-        if (!token_name_matches(entry->d_name, split)) continue;
+    for (const char* name; (name = folder_next(dir, folder)) != nullptr; ) {
+        has_source = has_source || token_path_is_source(name);
+        if (!token_name_matches(name, split)) continue;
         size_t length = strlen(folder);
         const char* slash = length > 0 && folder[length - 1] == '/' ? "" : "/";
         char path[4096];
-        int used = snprintf(path, sizeof path, "%s%s%s", folder, slash, entry->d_name);
-        ENSURE(used < (int)sizeof path, "%s: the path of the shard %s is too long", folder, entry->d_name);
+        int used = snprintf(path, sizeof path, "%s%s%s", folder, slash, name);
+        ENSURE(used < (int)sizeof path, "%s: the path of the shard %s is too long", folder, name);
         paths = token_paths_push(paths, count, path);
     }
-    closedir(dir);
+    folder_close(dir);
     int length;
     const char* stem = token_path_stem(folder, &length);
     ENSURE(*count > 0 || !has_source, "%s: the folder has no %s_*.bin; make token shards of what it has with: python3 "
@@ -288,7 +265,7 @@ static inline TokenSet token_set_open(const char* spec, const char* split, bool 
     memset(&set, 0, sizeof set);
     char** paths = nullptr;
     struct stat st;
-    bool exists = stat(spec, &st) == 0;
+    bool exists = file_exists(spec) && stat(spec, &st) == 0;
     if (exists && S_ISDIR(st.st_mode)) paths = token_paths_of_folder(spec, split, &set.num_files);
     else if (exists) paths = token_paths_push(paths, &set.num_files, spec);
     else paths = token_paths_of_pattern(spec, &set.num_files);
@@ -323,8 +300,8 @@ static inline void token_set_close(TokenSet* set)
 static inline void token_writer_write(TokenWriter* writer, const void* data, size_t size_bytes, size_t offset)
 {
     for (size_t done = 0; done < size_bytes;) {
-        ssize_t n = pwrite(writer->fd, (const char*)data + done, size_bytes - done, (off_t)(offset + done));
-        if (n < 0 && errno == EINTR) continue;
+        ssize_t n = TEMP_FAILURE_RETRY(pwrite(writer->fd, (const char*)data + done, size_bytes - done,
+                                              (off_t)(offset + done)));
         ENSURE(n > 0, "%s: writing %zu bytes at byte %zu failed: %s", writer->path, size_bytes - done, offset + done,
                n < 0 ? strerror(errno) : "nothing was written");
         done += (size_t)n;
@@ -342,7 +319,7 @@ static inline TokenWriter token_writer_open(const char* path, size_t vocab_size)
     TokenWriter writer;
     memset(&writer, 0, sizeof writer);
     writer.path = strdup(path);
-    writer.fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    writer.fd = (int)TEMP_FAILURE_RETRY(open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
     ENSURE(writer.fd >= 0, "%s: cannot be created: %s", path, strerror(errno));
     writer.vocab_size = vocab_size;
     writer.tok_bytes = vocab_size <= 65536 ? 2 : 4;
@@ -384,7 +361,8 @@ static inline void token_writer_close(TokenWriter* writer, size_t text_bytes, si
     header[7] = (uint32_t)num_words;
     header[8] = (uint32_t)(num_words >> 32);
     token_writer_write(writer, header, sizeof header, 0);
-    ENSURE(fsync(writer->fd) == 0, "%s: bringing it to the disk failed: %s", writer->path, strerror(errno));
+    ENSURE(TEMP_FAILURE_RETRY(fsync(writer->fd)) == 0, "%s: bringing it to the disk failed: %s", writer->path,
+           strerror(errno));
     ENSURE(close(writer->fd) == 0, "%s: closing it failed: %s", writer->path, strerror(errno));
     free(writer->buffer);
     free(writer->path);

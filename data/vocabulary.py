@@ -40,6 +40,15 @@ def tokenizer_of(text, name):
     return tokenizer
 
 
+def json_beside(folder, name):
+    """The object of a JSON file; empty if there is none."""
+    path = os.path.join(folder, name)
+    try:
+        return json.loads(read_whole(path)) if os.path.isfile(path) else {}
+    except ValueError as error:
+        raise Refused(f"{path}: is not JSON: {error}") from None
+
+
 def tokenizer_load(path):
     """From tokenizer.json, or vocab.json and merges.txt as GPT-2 has them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -50,14 +59,24 @@ def tokenizer_load(path):
         return tokenizer_of(decode([read_whole(file)], file), file)
     if not os.path.isfile(vocab) or not os.path.isfile(merges):
         raise Refused(f"{path}: has neither tokenizer.json nor vocab.json and merges.txt")
+    config = json_beside(path, "tokenizer_config.json")
+    name = config.get("tokenizer_class") or ("Qwen2Tokenizer" if json_beside(path, "config.json").get("model_type") ==
+                                             "qwen2" else "GPT2Tokenizer")
+    if not name.startswith("GPT2Tokenizer"):                   # data/tokenizer_files.h reads the same
+        raise Refused(f"{path}: its vocab.json and merges.txt are those of a {name}; only GPT2Tokenizer's are read: "
+                      "have transformers save it as tokenizer.json")
     try:
         tokenizer = Tokenizer(models.BPE.from_file(vocab, merges))
     except Exception as error:                                 # bare here too
         raise Refused(f"{path}: its vocab.json and merges.txt are no byte-level BPE: {error}") from None
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space")))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    tokenizer.add_special_tokens([END_OF_TEXT])
+    added = {int(i): token["content"] for i, token in config.get("added_tokens_decoder", {}).items()}
+    added.update((i, token) for token, i in json_beside(path, "added_tokens.json").items())
+    special = [config.get(f"{key}_token") or END_OF_TEXT for key in ("unk", "bos", "eos", "pad")]
+    special = [token["content"] if isinstance(token, dict) else token for token in special]
+    tokenizer.add_special_tokens([added[i] for i in sorted(added)] + special)
     return tokenizer
 
 
@@ -116,11 +135,7 @@ def end_of_text_of(tokenizer, path, name):
     found = next((n for n in have if n in special), have[0] if have else None)
     if found is None and path is not None:
         folder = path if os.path.isdir(path) else os.path.dirname(path)
-        config = os.path.join(folder, "tokenizer_config.json")
-        try:
-            found = json.loads(read_whole(config)).get("eos_token") if os.path.isfile(config) else None
-        except ValueError as error:
-            raise Refused(f"{config}: is not JSON: {error}") from None
+        found = json_beside(folder, "tokenizer_config.json").get("eos_token")
         found = found.get("content") if isinstance(found, dict) else found
     return tokenizer.token_to_id(found) if isinstance(found, str) else None
 

@@ -5,6 +5,8 @@
  *   device_measure   the CPU's peak and bandwidth */
 #pragma once
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -20,6 +22,7 @@
 
 typedef struct Device {
     char name[256];
+    char uuid[48];            // GPU-...; empty: not a GPU
     const GpuRow* row;        // null: not a GPU
     GpuRow generic;           // the row of a GPU that is not in the table
     double peak_flops;        // of floatX per rank; 0 if not known
@@ -110,6 +113,38 @@ static void device_rate_generic(Device* d, int device, const cudaDeviceProp* pro
 }
 #endif
 
+#ifdef DEVICE_CUDA
+/* As nvidia-smi -L prints it. */
+static void device_uuid(char (&text)[48], const cudaUUID_t* uuid)
+{
+    int n = snprintf(text, sizeof text, "GPU");
+    for (int i = 0; i < 16; i++) {
+        const bool begins_group = i == 0 || i == 4 || i == 6 || i == 8 || i == 10;
+        n += snprintf(text + n, sizeof text - n, "%s%02x", begins_group ? "-" : "", (unsigned char)uuid->bytes[i]);
+    }
+}
+
+/* Host memory of this process comes from the GPU's NUMA node while that has any: pinned memory is read over PCIe. */
+static void device_prefer_numa_node(int device)
+{
+    char bus[32], path[96];
+    int node = -1;
+    CUDA_CHECK(cudaDeviceGetPCIBusId(bus, sizeof bus, device));
+    for (char* c = bus; *c; c++) *c = (char)tolower((unsigned char)*c);
+    snprintf(path, sizeof path, "/sys/bus/pci/devices/%s/numa_node", bus);
+    FILE* file = fopen(path, "re");
+    if (file == nullptr) return;
+    if (fscanf(file, "%d", &node) != 1) node = -1;
+    fclose(file);
+    unsigned long nodes[16] = {};
+    const int bits = 8 * sizeof nodes[0], most = bits * 16;
+    if (node < 0 || node >= most) return;
+    nodes[node / bits] = 1ul << node % bits;
+    const long preferred = 1;                        // MPOL_PREFERRED; a container may not allow it
+    if (syscall(SYS_set_mempolicy, preferred, nodes, (unsigned long)most + 1) != 0) return;
+}
+#endif
+
 /* Takes the device of this host rank; refuses more ranks than GPUs and GPUs older than sm_80. budget_mb (0: none)
  * limits what a device that is not a GPU gives. */
 static void device_init(Device* d, int host_rank, int host_num_ranks, size_t budget_mb)
@@ -122,20 +157,23 @@ static void device_init(Device* d, int host_rank, int host_num_ranks, size_t bud
     cudaError_t error = cudaGetDeviceCount(&count);
     ENSURE(error == cudaSuccess && count > 0, "no CUDA device: %s; `make DEVICE=cpu` builds for this machine",
            cudaGetErrorString(error));
-    ENSURE(host_num_ranks <= count, "%d ranks on this host, have %d GPUs: start at most one rank per GPU",
-           host_num_ranks, count);
-    CUDA_CHECK(cudaSetDevice(host_rank));
+    const int own = gpu_of_rank(count, host_rank, host_num_ranks);
+    ENSURE(own >= 0, "%d ranks on this host, have %d GPUs: start at most one rank per GPU", host_num_ranks, count);
+    CUDA_CHECK(cudaSetDevice(own));
+    device_prefer_numa_node(own);
     cudaDeviceProp prop;
-    CUDA_CHECK(cudaGetDeviceProperties(&prop, host_rank));
+    CUDA_CHECK(cudaGetDeviceProperties(&prop, own));
+    device_uuid(d->uuid, &prop.uuid);
     ENSURE(prop.major >= 8, "%s is sm_%d%d, need sm_80 or newer", prop.name, prop.major, prop.minor);
     snprintf(d->name, sizeof d->name, "%s", prop.name);
     const GpuRow* row = gpu_find(prop.name);
     if (row != nullptr) device_rate(d, row);
-    else device_rate_generic(d, host_rank, &prop);
+    else device_rate_generic(d, own, &prop);
 #elif defined(DEVICE_EMU)
     (void)host_rank;
     if (budget_mb > 0) device_set_budget(budget_mb << 20);
     snprintf(d->name, sizeof d->name, "emulated GPU");
+    if (const char* uuid = getenv("EMU_GPU_UUID")) snprintf(d->uuid, sizeof d->uuid, "%s", uuid);
 #else
     (void)host_rank;
     if (budget_mb > 0) device_set_budget(budget_mb << 20);

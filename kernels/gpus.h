@@ -1,7 +1,8 @@
 /* gpus.h: what GPUs can do at best: a table of those whose data sheets are known, figures by compute capability for the
  * rest. To add a GPU, add a row; the order of rows does not matter.
  *   gpu_find      the row of a name, as nvidia-smi or a user writes it; null if there is none
- *   gpu_generic   a row for any other GPU, from its compute capability, multiprocessors, clock and memory */
+ *   gpu_generic   a row for any other GPU, from its compute capability, multiprocessors, clock and memory
+ *   gpu_of_rank   which of the GPUs that a rank sees is its own */
 #pragma once
 #include <cctype>
 #include <cmath>
@@ -135,4 +136,12 @@ static GpuRow gpu_generic(const char* name, int major, int minor, int num_sms, d
                   g->host_gbps, 12.5, memory_gb, 0.72, 0};
     row.attention_tflops = g->attention_share * row.tensor16_tflops;
     return row;
+}
+
+/* Of `count` GPUs that the rank sees: that of its place on the host, or the only one, where a launcher shows each rank
+ * its own (Slurm's --gpus-per-task, Kubernetes). -1: too few. Two ranks with the same one are found by its UUID. */
+static inline int gpu_of_rank(int count, int host_rank, int host_num_ranks)
+{
+    if (count >= host_num_ranks) return host_rank;
+    return count == 1 ? 0 : -1;
 }

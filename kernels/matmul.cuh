@@ -12,8 +12,9 @@
  * exact   fp32 GEMMs in fp32 (no TF32); bf16 and fp16 multiply exactly and sum in fp32. Same bits on every run; on
  *         the CPU for any number of threads; on a GPU, the same bits for the same shapes and GPU.
  * cost    2*N*IC*OC flops each, judged against the FMA (CPU) or tensor core (GPU) peak
- * fused   GPU: bias, tanh GELU and its derivative, and the column sums of dbias are epilogues of cuBLASLt where its
- *         heuristic has them for a shape; where not, which is said once for each kind, they are passes of their own
+ * fused   GPU: bias, tanh GELU and its derivative, and the column sums of dbias are epilogues of cuBLASLt where it
+ *         has them for a shape; where not, which is said once for each kind, they are passes of their own. With
+ *         TRAIN_GPT_EPILOGUES=none all are
  * source  CPU: cpu/gemm.h, for a few rows cpu/gemv.h. GPU: cuBLASLt. It is column-major: it sees each of our row-major
  *         matrices transposed, so a GEMM is asked for as D^T = B^T * A^T, and a row-major (rows, cols) matrix goes
  *         to it as (cols, rows) with leading dimension cols. */
@@ -191,7 +192,6 @@ static void matmul_choices(const MatmulPlan* plan, MatmulChoices* choices, int m
                                                            plan->d, preference, max_choices, choices->results,
                                                            &choices->count);
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
-    if (status != CUBLAS_STATUS_SUCCESS && status != CUBLAS_STATUS_NOT_SUPPORTED) CUBLAS_CHECK(status);
     if (status != CUBLAS_STATUS_SUCCESS) choices->count = 0;
     int num_good = 0;                                       // the others carry a status of their own
     for (int i = 0; i < choices->count; i++)
@@ -225,6 +225,7 @@ static void matmul_epilogue_point(const MatmulPlan* plan, MatmulEpilogue e)
 
 static void matmul_say_unfused(MatmulShape s)
 {
+    if (die_rank != 0) return;
     for (size_t i = 0; i < sizeof matmul_epilogue_rows / sizeof matmul_epilogue_rows[0]; i++) {
         if (matmul_epilogue_rows[i].kind != s.epilogue || matmul_state.said_unfused[i]) continue;
         fprintf(stderr, "cuBLASLt has no epilogue with %s for (%d,%d) x %d in %s: a pass of its own\n",
@@ -248,8 +249,10 @@ static void matmul_plan_make(MatmulPlan* plan, MatmulShape s, MatmulEpilogue e)
     if (e.bias != nullptr) matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, d_type);
     if (e.aux != nullptr) matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, (int64_t)s.m);
     matmul_epilogue_point(plan, e);
+    const char* epilogues = getenv("TRAIN_GPT_EPILOGUES");
     const bool aligned = s.alignment_bytes >= 16; // an epilogue's own tensors need that; it is not asked about
-    plan->exists = (aligned || e.kind == CUBLASLT_EPILOGUE_DEFAULT) && matmul_plan_ask(plan);
+    const bool fuses = aligned && (epilogues == nullptr || strcmp(epilogues, "none") != 0);
+    plan->exists = (fuses || e.kind == CUBLASLT_EPILOGUE_DEFAULT) && matmul_plan_ask(plan);
     ENSURE(plan->exists || e.kind != CUBLASLT_EPILOGUE_DEFAULT,
            "cuBLASLt has no algorithm for a GEMM (%d,%d) x %d of %s aligned to %d bytes", s.m, s.n, s.k, FLOATX_NAME,
            s.alignment_bytes);
@@ -268,15 +271,16 @@ static MatmulPlan* matmul_plan_find(MatmulShape shape, MatmulEpilogue e)
 }
 
 /* The newest call of a plan, with its own algorithm or another. */
-static void matmul_plan_run(const MatmulPlan* plan, const cublasLtMatmulAlgo_t* algo, cudaStream_t stream)
+static cublasStatus_t matmul_plan_run(const MatmulPlan* plan, const cublasLtMatmulAlgo_t* algo, cudaStream_t stream)
 {
     const float alpha = 1.0f;
-    CUBLAS_CHECK(cublasLtMatmul(matmul_state.handle, plan->desc, &alpha, plan->a_data, plan->a, plan->b_data, plan->b,
-                                &plan->beta, plan->d_data, plan->d, plan->d_data, plan->d, algo, matmul_state.workspace,
-                                MATMUL_WORKSPACE_BYTES, stream));
+    return cublasLtMatmul(matmul_state.handle, plan->desc, &alpha, plan->a_data, plan->a, plan->b_data, plan->b,
+                          &plan->beta, plan->d_data, plan->d, plan->d_data, plan->d, algo, matmul_state.workspace,
+                          MATMUL_WORKSPACE_BYTES, stream);
 }
 
-/* D = epilogue(op(A) * op(B) + beta * D). Returns false, with nothing done, if cuBLASLt does not have the epilogue. */
+/* D = epilogue(op(A) * op(B) + beta * D). Returns false, with nothing done, if cuBLASLt does not have the epilogue: by
+ * whatever status its heuristic says so, or the first call. */
 template<class D> static bool matmul_lt(D* d, const floatX* a, const floatX* b, int m, int n, int k, bool transpose_a,
                                         bool transpose_b, float beta, MatmulEpilogue e, cudaStream_t stream)
 {
@@ -290,8 +294,13 @@ template<class D> static bool matmul_lt(D* d, const floatX* a, const floatX* b, 
     plan->b_data = b;
     plan->d_data = d;
     plan->beta = beta;
-    matmul_plan_run(plan, &plan->algo, stream);
-    return true;
+    const cublasStatus_t status = matmul_plan_run(plan, &plan->algo, stream);
+    if (status == CUBLAS_STATUS_SUCCESS) return true;
+    if (e.kind == CUBLASLT_EPILOGUE_DEFAULT)
+        die_at(WHERE, "cublasLtMatmul (%d,%d) x %d of %s: %s", m, n, k, FLOATX_NAME, cublasLtGetStatusString(status));
+    plan->exists = false;
+    matmul_say_unfused(plan->shape);
+    return false;
 }
 
 /* The GEMMs of a layer, with an epilogue or plain. */

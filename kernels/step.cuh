@@ -131,7 +131,7 @@ struct Spikes {
 /* Steps seen before any can stand out. */
 static constexpr unsigned long long SPIKE_MIN_STEPS = 20;
 
-/* Lives on the device; the host reads a copy one step late. Part of a checkpoint: the counters and the loss scale. */
+/* Lives on the device; the host reads a copy, of a GPU one step late. Part of a checkpoint: counters and loss scale. */
 struct StepState {
     double loss;                                     // mean over the counted tokens; NaN when there were none
     double num_toks;                                 // counted tokens of this step, all ranks
@@ -174,7 +174,7 @@ HOSTDEV void loss_scale_update(StepState* state, const StepConfig& config, bool 
     }
     if (config.consecutive_hysteresis) state->hysteresis_left = config.hysteresis;
     if (++state->num_good_steps == config.loss_scale_window) {
-        state->loss_scale *= 2.0;
+        state->loss_scale = fmin(state->loss_scale * 2.0, 0x1p127);    // kernels multiply with it as a float
         state->hysteresis_left = config.hysteresis;
         state->num_good_steps = 0;
     }
@@ -422,6 +422,10 @@ static void loss_scale_test(OpRun* run)
         op_check_value(run, "exhausted", state.loss_scale_exhausted, STEPS[i].exhausted, 0.0);
         if (!STEPS[i].overflow) op_check_value(run, "norm, scale of this backward", state.grad_norm, 4.0 / scale, 0.0);
     }
+    const double good[NUM_STEP_SUMS] = {16.0, 0.0, 1.0, 1.0};
+    state = step_state_init(config, 0x1p126);
+    for (int i = 0; i < 6; i++) step_state_advance(&state, good, config);
+    op_check_value(run, "the largest scale", state.loss_scale, 0x1p127, 0.0);
 }
 
 static const OpTest step_tests[] = {

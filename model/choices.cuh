@@ -115,16 +115,17 @@ static ChoiceCounts choices_count(Model* m, const char* tokenizer_path, const ch
     Tokenizer* tokenizer = tokenizer_open(tokenizer_path);
     Choices x = {m, tokenizer, (int*)malloc_checked(N * sizeof(int)), (int*)malloc_checked(N * sizeof(int)),
                  (float*)malloc_checked(N * sizeof(float))};
-    FILE* f = fopen(path, "r");
-    ENSURE(f != nullptr, "--choices %s: cannot be opened: %s", path, strerror(errno));
-    char* line = nullptr;
-    size_t room = 0;
-    ssize_t length;
-    for (int idx = 0; (length = getline(&line, &room, f)) > 0; idx++) {
+    size_t text_bytes, length;
+    char* text = file_read(path, &text_bytes);
+    int idx = 0;
+    for (char* line = text; line < text + text_bytes; line += length + 1, idx++) {
         char from[4200];
+        const char* end = (const char*)memchr(line, '\n', (size_t)(text + text_bytes - line));
+        length = end != nullptr ? (size_t)(end - line) : (size_t)(text + text_bytes - line);
+        line[length] = 0;
         snprintf(from, sizeof from, "%s, line %d", path, idx + 1);
-        watch_move(comm->watch, "a line of --choices", (size_t)length);
-        if (all || idx % comm->num_ranks == comm->rank) choice_answer(&counts, &x, line, (size_t)length, from);
+        watch_move(comm->watch, "a line of --choices", length);
+        if (all || idx % comm->num_ranks == comm->rank) choice_answer(&counts, &x, line, length, from);
     }
     double* sums = m->zero->step_sums;                              // free between steps
     if (!all) {
@@ -135,8 +136,7 @@ static ChoiceCounts choices_count(Model* m, const char* tokenizer_path, const ch
         CUDA_CHECK(cudaStreamSynchronize(m->zero->compute));
     }
     ENSURE(counts.num_items > 0, "--choices %s: is empty", path);
-    free(line);
-    fclose(f);
+    free(text);
     free(x.h_tokens);
     free(x.h_targets);
     free(x.h_losses);

@@ -193,12 +193,26 @@ static void cost_block_backward(CostWalk* w)
 }
 
 // ------------------------------------------------------------------------------------------------------- the passes
+/* Alike chunks of rows. Of num_rows in chunks of max_rows there are two kinds: the full ones, and the rest. */
+typedef struct Chunks { double rows, count; } Chunks;
+typedef struct ChunkKinds { Chunks kinds[2]; } ChunkKinds;
+
+static ChunkKinds chunk_kinds(size_t num_rows, size_t max_rows)
+{
+    const size_t rest = num_rows % max_rows;
+    return {{{(double)max_rows, (double)(num_rows / max_rows)}, {(double)rest, rest > 0 ? 1.0 : 0.0}}};
+}
+
 /* The head as head_loss goes about it. */
 static void cost_head(CostWalk* w)
 {
     const Config* c = &w->m->config;
-    for (size_t first = 0; first < w->N; first += w->m->head_rows) {
-        double rows = fmin((double)(w->N - first), w->m->head_rows), C = c->C, VP = c->VP;
+    const double times = w->times;
+    const ChunkKinds both = chunk_kinds(w->N, (size_t)w->m->head_rows);
+    for (Chunks chunks : both.kinds) {
+        if (chunks.count == 0) continue;
+        double rows = chunks.rows, C = c->C, VP = c->VP;
+        w->times = times * chunks.count;
         w->part = Part::FORWARD;
         cost_linear_forward(w, "head", rows, C, VP);
         cost_add(w, "classifier", 0, ELEM * 2 * rows * VP);
@@ -206,17 +220,22 @@ static void cost_head(CostWalk* w)
         cost_backward_input(w, "head", rows, C, VP, false);
         cost_backward_weight(w, "head", rows, C, VP);
     }
+    w->times = times;
 }
 
 /* The same for head_loss_chunked: up through the pieces, and down with the logits recomputed. */
 static void cost_head_chunked(CostWalk* w)
 {
     const Config* c = &w->m->config;
+    const double times = w->times;
     for (int index = 0; index < c->num_pieces; index++) {
         int max_rows;
         LogitsPiece piece = head_piece(w->m, index, &max_rows);
-        for (size_t first = 0; first < w->N; first += max_rows) {
-            double rows = fmin((double)(w->N - first), max_rows), C = c->C, VP = piece.stride;
+        const ChunkKinds both = chunk_kinds(w->N, (size_t)max_rows);
+        for (Chunks chunks : both.kinds) {
+            if (chunks.count == 0) continue;
+            double rows = chunks.rows, C = c->C, VP = piece.stride;
+            w->times = times * chunks.count;
             w->part = Part::FORWARD;
             cost_linear_forward(w, "head", rows, C, VP);
             cost_add(w, "classifier_piece_forward", 0, ELEM * rows * VP);
@@ -228,6 +247,7 @@ static void cost_head_chunked(CostWalk* w)
             cost_backward_weight(w, "head", rows, C, VP);
         }
     }
+    w->times = times;
 }
 
 /* `add` for as many as there are. */

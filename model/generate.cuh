@@ -297,7 +297,7 @@ static bool prompt_read(Prompt* p, const Model* m, Generator* g)
     p->config.top_p = json_float_or(j, "top_p", p->config.top_p, 0, 1, from);
     p->config.repetition_penalty = json_float_or(j, "repetition_penalty", p->config.repetition_penalty, 1e-3, 1e3,
                                                  from);
-    p->config.seed = (uint64_t)json_int_or(j, "seed", (long long)p->config.seed, 0, JSON_MAX_INT, from);
+    if (json_has(j, "seed")) p->config.seed = (uint64_t)json_int64(j, "seed", from);
     p->wants_logits = json_bool_or(j, "logits", false, from);
     size_t num_ids = 0;
     int* ids;
@@ -534,19 +534,12 @@ static void generate_say(const Generator* g)
             g->sum_first_s / g->num_done * 1e3, g->num_generated / took_s);
 }
 
-/* stops (V): the ids and spellings of --stop, else eos_token_id of config.json. */
+/* stops (V): the ids and spellings of --stop, else the model's own. */
 static bool* generate_stops(const Config* c, const Tokenizer* tokenizer, const char* flag, bool given)
 {
     bool* stops = (bool*)malloc_checked(c->V * sizeof(bool));
     memset(stops, 0, c->V * sizeof(bool));
-    if (!given && c->hf_text != nullptr) {
-        cJSON* j = json_parse(c->hf_text, strlen(c->hf_text), "config.json");
-        const cJSON *eos = cJSON_GetObjectItemCaseSensitive(j, "eos_token_id"), *item = eos;
-        if (cJSON_IsArray(eos)) item = eos->child;
-        for (; item != nullptr; item = cJSON_IsArray(eos) ? item->next : nullptr)
-            if (cJSON_IsNumber(item) && item->valueint >= 0 && item->valueint < c->V) stops[item->valueint] = true;
-        cJSON_Delete(j);
-    }
+    for (int i = 0; !given && i < c->num_eos; i++) stops[c->eos[i]] = true;
     while (given && *flag) {
         size_t length = strcspn(flag, ",");
         char word[256];

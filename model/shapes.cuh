@@ -1,10 +1,12 @@
 /* shapes.cuh: the shape of a model: the presets, and config.json of a Hugging Face folder, read and written. A key
- * of config.json that would change the numbers and is not supported is refused by name. The legend of the letters is
- * in model.cuh. */
+ * of config.json that would change the numbers and is not supported is refused by name. The tokens that end a text are
+ * those of config.json and of generation_config.json beside it. The legend of the letters is in model.cuh. */
 #pragma once
 #include "data/json.h"
 #include "kernels/activation.cuh"
 #include "kernels/rope.cuh"
+
+#define CONFIG_MAX_EOS 64
 
 enum class Family { GPT2, LLAMA };
 
@@ -13,13 +15,15 @@ typedef struct Config {
     char model_type[16];    // as config.json says: gpt2, llama, mistral, qwen2
     int V, VP, C, L, NH, NKV, HS, F;
     int context;            // largest T; GPT-2: rows of wpe
-    float eps;              // of the norms
+    double eps;             // of the norms
     bool tied;              // head = wte
     bool qkv_bias, proj_bias, mlp_bias;
     Activation activation;  // of the MLP; LLaMA: of its gate
     RopeConfig rope;        // LLaMA
     float pdrop;            // dropout that config.json names; printed, not applied
-    char* hf_text;          // config.json as it was read, written back as it is; null for presets
+    int bos;                // the token that begins a text, of a preset; -1: none
+    int eos[CONFIG_MAX_EOS], num_eos;    // those that end one
+    char* hf_text;          // config.json as it was read, for config_write; null for presets
     int num_pieces, piece_rows;   // wte and the head as sub-units: model_tensors
     int num_fp32_units;     // 1 if some tensors are stored in fp32
 } Config;
@@ -43,7 +47,7 @@ static Config config_gpt2()
     Config c = {};
     c.family = Family::GPT2;
     snprintf(c.model_type, sizeof c.model_type, "gpt2");
-    c.eps = 1e-5f;
+    c.eps = 1e-5;
     c.tied = c.qkv_bias = c.proj_bias = c.mlp_bias = true;
     c.activation = Activation::GELU_TANH;
     return c;
@@ -63,28 +67,35 @@ static Config config_llama(const char* model_type)
 #define PRESETS "gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 " \
     "llama-60m llama-1b llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b"
 
-/* The published shapes. V 0: that of the data. llama-60m is the small one of Zhao et al. 2024 (GaLore), llama-1b
- * TinyLlama. */
+/* The published shapes, and the ids that begin and end a text in the published vocabulary. V 0: that of the data.
+ * llama-60m is the small one of Zhao et al. 2024 (GaLore), llama-1b TinyLlama. */
 typedef struct {
     const char *name, *model_type;
-    int V, C, L, NH, NKV, F, context;
-    float eps;
-    double theta;
+    int V, bos, eos, C, L, NH, NKV, F, context;
+    double eps, theta;
     bool tied;
 } Preset;
 
 static const Preset presets[] = {
-    {"gpt2",         "gpt2",  50257,   768, 12, 12, 12, 3072,    1024, 1e-5f, 0,      true},
-    {"gpt2-medium",  "gpt2",  50257,  1024, 24, 16, 16, 4096,    1024, 1e-5f, 0,      true},
-    {"gpt2-large",   "gpt2",  50257,  1280, 36, 20, 20, 5120,    1024, 1e-5f, 0,      true},
-    {"gpt2-xl",      "gpt2",  50257,  1600, 48, 25, 25, 6400,    1024, 1e-5f, 0,      true},
-    {"llama-60m",    "llama", 0,       512,  8,  8,  8, 1376,    1024, 1e-6f, 10000,  false},
-    {"llama-1b",     "llama", 32000,  2048, 22, 32,  4, 5632,    2048, 1e-5f, 10000,  false},
-    {"llama2-7b",    "llama", 32000,  4096, 32, 32, 32, 11008,   4096, 1e-5f, 10000,  false},
-    {"llama3-8b",    "llama", 128256, 4096, 32, 32,  8, 14336,   8192, 1e-5f, 500000, false},
-    {"qwen2.5-0.5b", "qwen2", 151936,  896, 24, 14,  2, 4864,   32768, 1e-6f, 1e6,    true},
-    {"qwen2.5-1.5b", "qwen2", 151936, 1536, 28, 12,  2, 8960,  131072, 1e-6f, 1e6,    true},
+    {"gpt2",         "gpt2",  50257,   50256,  50256,   768, 12, 12, 12,  3072,   1024, 1e-5, 0,      true},
+    {"gpt2-medium",  "gpt2",  50257,   50256,  50256,  1024, 24, 16, 16,  4096,   1024, 1e-5, 0,      true},
+    {"gpt2-large",   "gpt2",  50257,   50256,  50256,  1280, 36, 20, 20,  5120,   1024, 1e-5, 0,      true},
+    {"gpt2-xl",      "gpt2",  50257,   50256,  50256,  1600, 48, 25, 25,  6400,   1024, 1e-5, 0,      true},
+    {"llama-60m",    "llama", 0,          -1,     -1,   512,  8,  8,  8,  1376,   1024, 1e-6, 10000,  false},
+    {"llama-1b",     "llama", 32000,       1,      2,  2048, 22, 32,  4,  5632,   2048, 1e-5, 10000,  false},
+    {"llama2-7b",    "llama", 32000,       1,      2,  4096, 32, 32, 32, 11008,   4096, 1e-5, 10000,  false},
+    {"llama3-8b",    "llama", 128256, 128000, 128001,  4096, 32, 32,  8, 14336,   8192, 1e-5, 500000, false},
+    {"qwen2.5-0.5b", "qwen2", 151936, 151643, 151643,   896, 24, 14,  2,  4864,  32768, 1e-6, 1e6,    true},
+    {"qwen2.5-1.5b", "qwen2", 151936, 151643, 151643,  1536, 28, 12,  2,  8960, 131072, 1e-6, 1e6,    true},
 };
+
+/* The ids that begin and end a text, of a tokenizer or of a preset's row; one outside of the vocabulary is none. */
+static void config_set_ends(Config* c, int bos, int eos)
+{
+    c->bos = bos < c->V ? bos : -1;
+    c->eos[0] = eos;
+    c->num_eos = eos >= 0 && eos < c->V;
+}
 
 /* A preset of the table, or d2 to d48: GPT-2 of depth d, width 64*d, d heads, for the vocabulary of the data.
  * context 0: the preset's. Returns false if the name is none. */
@@ -100,6 +111,7 @@ static bool config_preset(Config* c, const char* name, int data_V, int context)
         c->eps = p.eps;
         c->rope.theta = p.theta;
         c->tied = p.tied;
+        config_set_ends(c, p.bos, p.eos);
         config_finish(c, name);
         return true;
     }
@@ -109,6 +121,8 @@ static bool config_preset(Config* c, const char* name, int data_V, int context)
     c->C = 64 * depth;
     c->V = data_V > 0 ? data_V : 50257;
     c->context = context > 0 ? context : 256;
+    const int end_of_text = c->V == 50257 ? 50256 : -1;              // GPT-2's vocabulary
+    config_set_ends(c, end_of_text, end_of_text);
     config_finish(c, name);
     return true;
 }
@@ -121,7 +135,7 @@ static void config_read_gpt2(Config* c, const cJSON* j, const char* path)
     c->NH = (int)json_int(j, "n_head", 1, 1 << 12, path);
     c->context = (int)json_int(j, "n_positions", 1, 1 << 24, path);
     c->F = (int)json_int_or(j, "n_inner", 0, 0, 1 << 24, path);
-    c->eps = (float)json_float_or(j, "layer_norm_epsilon", 1e-5, 0, 1, path);
+    c->eps = json_float_or(j, "layer_norm_epsilon", 1e-5, 0, 1, path);
     c->tied = json_bool_or(j, "tie_word_embeddings", true, path);
     const char* activation = json_string_or(j, "activation_function", "gelu_new", path);
     ENSURE(activation_find(&c->activation, activation), "%s: activation_function is \"%s\", have %s", path, activation,
@@ -186,7 +200,7 @@ static void config_read_llama(Config* c, const cJSON* j, const char* type, const
     c->HS = (int)json_int_or(j, "head_dim", 0, 1, 1 << 12, path);
     c->F = (int)json_int(j, "intermediate_size", 1, 1 << 24, path);
     c->context = (int)json_int(j, "max_position_embeddings", 1, 1 << 24, path);
-    c->eps = (float)json_float_or(j, "rms_norm_eps", 1e-6, 0, 1, path);
+    c->eps = json_float_or(j, "rms_norm_eps", 1e-6, 0, 1, path);
     c->tied = json_bool_or(j, "tie_word_embeddings", false, path);
     if (strcmp(type, "llama") == 0) {
         c->qkv_bias = c->proj_bias = json_bool_or(j, "attention_bias", false, path);
@@ -196,6 +210,32 @@ static void config_read_llama(Config* c, const cJSON* j, const char* type, const
     ENSURE(strcmp(activation, "silu") == 0, "%s: hidden_act is \"%s\", have silu", path, activation);
     config_read_rope(&c->rope, j, path);
     config_refuse_windows(c, j, path);
+}
+
+/* "eos_token_id": an id, a list of them, or null. */
+static void config_add_eos(Config* c, const cJSON* j, const char* path)
+{
+    const cJSON *eos = json_get(j, "eos_token_id"), *item = cJSON_IsArray(eos) ? eos->child : eos;
+    for (; item != nullptr; item = cJSON_IsArray(eos) ? item->next : nullptr) {
+        bool known = !cJSON_IsNumber(item) || item->valueint < 0 || item->valueint >= c->V;
+        for (int i = 0; i < c->num_eos; i++) known = known || c->eos[i] == item->valueint;
+        if (known) continue;
+        ENSURE(c->num_eos < CONFIG_MAX_EOS, "%s: more than %d tokens end a text", path, CONFIG_MAX_EOS);
+        c->eos[c->num_eos++] = item->valueint;
+    }
+}
+
+/* A chat model's turns end with a token that often only generation_config.json has. */
+static void config_read_eos(Config* c, const cJSON* j, const char* path)
+{
+    char beside[4200];
+    const char* slash = strrchr(path, '/');
+    snprintf(beside, sizeof beside, "%.*sgeneration_config.json", slash != nullptr ? (int)(slash + 1 - path) : 0, path);
+    config_add_eos(c, j, path);
+    if (access(beside, F_OK) != 0) return;
+    cJSON* generation = json_parse_file(beside);
+    config_add_eos(c, generation, beside);
+    cJSON_Delete(generation);
 }
 
 /* From a Hugging Face config.json. What would change the numbers and is not built is refused by name. */
@@ -209,9 +249,10 @@ static void config_read(Config* c, const char* path)
     if (llama) config_read_llama(c, j, type, path);
     else config_read_gpt2(c, j, path);
     c->V = (int)json_int(j, "vocab_size", 1, 1 << 24, path);
+    config_read_eos(c, j, path);
     cJSON_Delete(j);
     size_t length;
-    c->hf_text = json_read_file(path, &length);
+    c->hf_text = file_read(path, &length);
     config_finish(c, path);
 }
 
@@ -227,6 +268,7 @@ static void config_add_activation(cJSON* j, const char* key, Activation activati
 static void config_add_gpt2(cJSON* j, const Config* c)
 {
     json_add_int(j, "n_positions", c->context);
+    json_add_int(j, "n_ctx", c->context);                            // llama.cpp reads this name
     json_add_int(j, "n_embd", c->C);
     json_add_int(j, "n_layer", c->L);
     json_add_int(j, "n_head", c->NH);
@@ -250,44 +292,67 @@ static void config_add_llama(cJSON* j, const Config* c)
     json_add_float(j, "rope_theta", c->rope.theta);
 }
 
-/* The text of config.json with what it says of the weights' type: transformers would round to it. */
-static void config_write_text(const char* text, const char* path, const char* dtype)
+static const char* config_architecture(const Config* c)
 {
-    const char *from = text, *to = text;      // the word between the quotes
-    for (const char* key : {"\"dtype\"", "\"torch_dtype\""}) {
-        const char* at = strstr(text, key);
-        if (at != nullptr) at += strlen(key) + strspn(at + strlen(key), " \t\r\n:");
-        if (at == nullptr || *at != '"') continue;
-        from = at + 1;
-        to = from + strcspn(from, "\"");
-    }
-    JsonText t = {nullptr, 0, 0};
-    json_text_add(&t, "%.*s%s%s", (int)(from - text), text, from < to ? dtype : "", to);
-    json_write_text(path, t.text, t.length);
-    json_text_free(&t);
+    if (c->family == Family::GPT2) return "GPT2LMHeadModel";
+    return strcmp(c->model_type, "qwen2") == 0 ? "Qwen2ForCausalLM" :
+           strcmp(c->model_type, "mistral") == 0 ? "MistralForCausalLM" : "LlamaForCausalLM";
 }
 
-/* The config as config.json: what was read, byte for byte but for the type of the weights, else that of a preset. dtype
- * is fp32, bf16 or fp16. */
+static void config_add_id(cJSON* j, const char* key, int id)
+{
+    if (id >= 0) json_add_int(j, key, id);
+    else json_added(cJSON_AddNullToObject(j, key), key);     // else transformers takes the published model's
+}
+
+/* A preset's config.json. */
+static void config_write_preset(const Config* c, const char* path, const char* torch_dtype)
+{
+    cJSON* j = json_new_object();
+    cJSON_AddItemToArray(json_add_array(j, "architectures"), cJSON_CreateString(config_architecture(c)));
+    json_add_string(j, "model_type", c->model_type);
+    json_add_int(j, "vocab_size", c->V);
+    if (c->family == Family::GPT2) config_add_gpt2(j, c);
+    else config_add_llama(j, c);
+    json_add_bool(j, "tie_word_embeddings", c->tied);
+    json_add_float(j, "initializer_range", 0.02);
+    config_add_id(j, "bos_token_id", c->bos);
+    config_add_id(j, "eos_token_id", c->num_eos > 0 ? c->eos[0] : -1);
+    json_add_string(j, "torch_dtype", torch_dtype);
+    hold(j, json_delete_held);
+    json_write_file(path, j);
+    give_back(j);
+}
+
+/* The config as config.json, true of the weights beside it. What was read is written byte for byte but for the type of
+ * the weights (transformers would round to it), a quantization that they do not have, code that is not copied, the
+ * class of the weights' names, and GPT-2's n_ctx, which llama.cpp needs. dtype is fp32, bf16 or fp16. */
 static void config_write(const Config* c, const char* path, const char* dtype)
 {
     const char* torch_dtype = strcmp(dtype, "bf16") == 0 ? "bfloat16" : strcmp(dtype, "fp16") == 0 ? "float16"
                               : "float32";
-    if (c->hf_text != nullptr) {
-        config_write_text(c->hf_text, path, torch_dtype);
+    if (c->hf_text == nullptr) {
+        config_write_preset(c, path, torch_dtype);
         return;
     }
-    bool gpt2 = c->family == Family::GPT2, qwen2 = strcmp(c->model_type, "qwen2") == 0;
-    const char* architecture = gpt2 ? "GPT2LMHeadModel" : qwen2 ? "Qwen2ForCausalLM" : "LlamaForCausalLM";
-    cJSON* j = json_new_object();
-    cJSON_AddItemToArray(json_add_array(j, "architectures"), cJSON_CreateString(architecture));
-    json_add_string(j, "model_type", c->model_type);
-    json_add_int(j, "vocab_size", c->V);
-    if (gpt2) config_add_gpt2(j, c);
-    else config_add_llama(j, c);
-    json_add_bool(j, "tie_word_embeddings", c->tied);
-    json_add_float(j, "initializer_range", 0.02);
-    json_add_string(j, "torch_dtype", torch_dtype);
-    json_write_file(path, j);
+    char quoted[24], architectures[40], context[16];
+    snprintf(quoted, sizeof quoted, "\"%s\"", torch_dtype);
+    snprintf(architectures, sizeof architectures, "[\"%s\"]", config_architecture(c));
+    snprintf(context, sizeof context, "%d", c->context);
+    cJSON* j = json_parse(c->hf_text, strlen(c->hf_text), path);
+    const cJSON* first = cJSON_GetArrayItem(json_get(j, "architectures"), 0);
+    const char* says = cJSON_IsString(first) ? first->valuestring : "";
+    const bool same = strcmp(says, config_architecture(c)) == 0;
     cJSON_Delete(j);
+    const JsonEdit edits[] = {
+        {"dtype", quoted, false}, {"torch_dtype", quoted, false}, {"quantization_config", nullptr, false},
+        {"compression_config", nullptr, false}, {"auto_map", nullptr, false},
+        {"n_ctx", context, c->family == Family::GPT2}, {"architectures", architectures, true},
+    };
+    JsonText t = {nullptr, 0, 0};
+    const int num_edits = (int)(sizeof edits / sizeof edits[0]);
+    json_text_edit(&t, c->hf_text, edits, same ? num_edits - 1 : num_edits);
+    hold(t.text);
+    file_write(path, t.text, t.length);
+    give_back(t.text);
 }

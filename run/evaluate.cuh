@@ -4,14 +4,6 @@
 
 typedef struct { double loss; double num_tokens; } EvalResult;   // of no token: ended early by a signal
 
-/* Called between steps, where host synchronizations are allowed. */
-static Ask ask_outside_step(Run* run)
-{
-    Ask ask = signals_agree(&run->comm);
-    if (ask > run->ask) run->ask = ask;
-    return run->ask;
-}
-
 /* Mean loss per token of the validation set, or of --eval-batches of it. Ranks without data run empty batches. A signal
  * to end the run ends the validation early. */
 static EvalResult evaluate(Run* run)
@@ -66,6 +58,8 @@ static void evaluate_and_say(Run* run)
             exp(r.loss * (double)run->val_set.num_toks / (double)run->val_set.num_words));
     if (run->flags->eval_stride > 0) SAY(" | windows of %d every %lld", run->T, (long long)run->flags->eval_stride);
     SAY("\n");
+    ENSURE(!run->flags->eval || std::isfinite(r.loss), "--eval: the loss is %g: weights or activations are not finite; "
+           "check the weights, or take -p fp32", r.loss);
     RunLog* log = &run->log;
     if (log->f == nullptr) return;
     log_begin(log);

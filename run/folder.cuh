@@ -1,46 +1,45 @@
-/* folder.cuh: what a run writes and is resumed from: OUT/run.json, log.jsonl, step_*, and the model's config.json and
- * tokenizer.json.
+/* folder.cuh: what a run writes and is resumed from: OUT/run.json, log.jsonl, step_*, and the model's small files
+ * (model_files.cuh).
  *   save           at a step boundary: begins a checkpoint         save_poll   at every later one: continues it
  *   choose_resume  where --resume points                           resume      resumes there
  *   record_start   OUT/run.json                                    log_start   the log's first line
- *   tokenizer_keep OUT/tokenizer.json
  *   repeat_check   do ranks and data match the run to reproduce?   repeat_say  are the bits equal? */
 #pragma once
-#include "run.cuh"
+#include "model_files.cuh"
+#include "data/folder_lock.h"
 #include "data/run_record.h"
 #include "version.h"
 #include "zero/save.h"
 
 // ------------------------------------------------------------------------------------------------------------ save
-/* Writes config.json and tokenizer.json into a checkpoint or an export. */
-static void write_small_files(const char* folder, void* context)
-{
-    Run* run = (Run*)context;
-    char file[4200];
-    snprintf(file, sizeof file, "%s/config.json", folder);
-    config_write(&run->model.config, file, run->flags->export_dtype);
-    snprintf(file, sizeof file, "%s/tokenizer.json", folder);
-    if (run->tokenizer_path[0]) file_copy(file, run->tokenizer_path);
-}
-
-/* The same for a checkpoint; first syncs the log, so that it is on the disk up to the checkpoint's step. */
+/* The small files of a checkpoint; first syncs the log, so that it is on the disk up to the checkpoint's step. */
 static void write_checkpoint_files(const char* folder, void* context)
 {
     const RunLog* log = &((Run*)context)->log;
-    if (log->f != nullptr) ENSURE(fsync(log->fd) == 0, "%s: cannot be synced: %s", log->path, strerror(errno));
+    if (log->f != nullptr)
+        ENSURE(TEMP_FAILURE_RETRY(fsync(log->fd)) == 0, "%s: cannot be synced: %s", log->path, strerror(errno));
     write_small_files(folder, context);
 }
+
+/* The log says which checkpoints were complete: where it does, a run is never begun anew (choose_resume). */
+#define SAVE_FIELDS(F) \
+    F(step,  int,  "", true, (long long)s->state.step, "after which it was made") \
+    F(saved, text, "", true, strrchr(s->path, '/') + 1, "the checkpoint, which is complete from here on")
 
 static void save_say(Run* run)
 {
     const Saver* s = &run->saver;
+    if (run->comm.rank == 0 && s->beside[0]) fprintf(stderr, "train_gpt: %s\n", s->beside);
     if (!s->failed) {
         SAY("saved %s in %.2f s: training waited %.2f s, its threads took %.2f s\n", s->path,
             watch_now_s() - s->begun_s, s->waited_s, s->thread_s);
+        RunLog* log = &run->log;
+        log_begin(log);
+        SAVE_FIELDS(LOG_FIELD)
+        log_end(log);
         return;
     }
-    char newest[4096];
-    if (!checkpoint_find(run->flags->out, true, newest)) snprintf(newest, sizeof newest, "none");
+    const char* newest = s->newest[0] ? s->newest : "none";
     bool goes_on = strcmp(run->flags->on_save_error, "continue") == 0 && s->state.step < run->num_steps &&
                    run->ask != Ask::END;
     if (!goes_on) die("%s is not saved: %s; the newest checkpoint is %s", s->path, s->why, newest);
@@ -125,14 +124,116 @@ static bool resumes_automatically(const Run* run) { return strcmp(run->flags->re
 
 static void check_checkpoint(void* folder) { cJSON_Delete(checkpoint_open((const char*)folder)); }
 
-/* Rank 0: renames a damaged checkpoint, so that it can be inspected. */
+/* A checkpoint that is passed over is renamed: to step_N.damaged or step_N.skipped, with a number if there is one. So
+ * it can be inspected, and is not in the way of the run that comes to step N again. */
+static bool checkpoint_rename(const char* folder, const char* suffix, char (&renamed)[4200])
+{
+    snprintf(renamed, sizeof renamed, "%s.%s", folder, suffix);
+    for (int k = 2; file_exists(renamed); k++) snprintf(renamed, sizeof renamed, "%s.%s.%d", folder, suffix, k);
+    return TEMP_FAILURE_RETRY(rename(folder, renamed)) == 0;
+}
+
+/* Rank 0, of a damaged checkpoint. Only the run that has the folder's lock renames. */
 static void set_aside(const Run* run, const char* folder, const char* why)
 {
     char damaged[4200];
-    snprintf(damaged, sizeof damaged, "%s.damaged", folder);
-    for (int k = 2; access(damaged, F_OK) == 0; k++) snprintf(damaged, sizeof damaged, "%s.damaged.%d", folder, k);
-    ENSURE(rename(folder, damaged) == 0, "%s; it cannot be renamed to %s: %s", why, damaged, strerror(errno));
+    if (!run->owns_out) die("%s; --resume from the one before", why);
+    ENSURE(checkpoint_rename(folder, "damaged", damaged), "%s; it cannot be renamed to %s: %s", why, damaged,
+           strerror(errno));
     SAY("damaged %s\n        renamed to %s: resuming from the one before\n", why, damaged);
+}
+
+/* A checkpoint that cannot be loaded ends the run: it is damaged, or cannot be read now and may be whole. */
+[[noreturn]] static void die_not_loaded(Outcome outcome, const char* folder, const char* why)
+{
+    if (outcome == Outcome::DAMAGED) die("%s; --resume from the one before", why);
+    die("%s; %s is left as it is: start again when it can be read", why, folder);
+}
+
+/* Rank 0: the newest checkpoint of a run folder that is not damaged; damaged ones are set aside. False without one. */
+static bool newest_intact(const Run* run, const char* out, char (&path)[4096])
+{
+    char why[1024];
+    while (checkpoint_find(out, false, path)) {
+        switch (attempt(check_checkpoint, path, why)) {
+            case Outcome::WELL:    return true;
+            case Outcome::DAMAGED: set_aside(run, path, why); break;
+            case Outcome::FAILED:  die_not_loaded(Outcome::FAILED, path, why);
+        }
+    }
+    return false;
+}
+
+/* Rank 0: a run begins anew only where there is neither a damaged checkpoint, which may be worth mending, nor a log
+ * that says of one. */
+static void ensure_anew(const char* out)
+{
+    char name[256] = "";
+    const char* what_now = "bring a checkpoint back, or --resume another FOLDER; to begin anew, take another -o or "
+                           "move this one away";
+    DIR* dir = folder_open(out);
+    if (dir == nullptr) return;
+    for (const char* each; (each = folder_next(dir, out)) != nullptr; )
+        if (strncmp(each, "step_", 5) == 0 && strstr(each, ".damaged") != nullptr && strcmp(each, name) > 0)
+            snprintf(name, sizeof name, "%s", each);
+    folder_close(dir);
+    ENSURE(name[0] == 0, "--resume %s: every checkpoint there is damaged, the newest is %s: %s", out, name, what_now);
+    long long step = log_checkpoint_step(out);
+    ENSURE(step == 0, "--resume %s: there is no checkpoint, but its log says that there was one of step %lld: %s", out,
+           step, what_now);
+}
+
+/* Was the checkpoint saved in a streak of skipped steps, so that its weights may be those that give non-finite
+ * gradients? A dynamic loss scale is found by skipped steps, up to --hysteresis of them for each time it is halved. */
+static bool saved_in_streak(const Run* run, const char* folder)
+{
+    char path[4200];
+    const bool dynamic = is_fp16() && run->flags->loss_scale == 0;
+    snprintf(path, sizeof path, "%s/state.json", folder);
+    cJSON* j = json_parse_file(path);
+    long long num_skipped = json_int_or(j, "num_skipped_in_a_row", 0, 0, JSON_MAX_INT, path);
+    cJSON_Delete(j);
+    return num_skipped > (dynamic ? run->flags->hysteresis : 0);
+}
+
+/* Rank 0: if `path`, the newest checkpoint, was saved in a streak, it becomes the newest one before that, and those of
+ * the streak are renamed. If there is none before, the run resumes in the streak. */
+static void streak_leave(const Run* run, char (&path)[4096])
+{
+    if (!saved_in_streak(run, path)) return;
+    char why[1024], before[4096], renamed[4200];
+    long long* steps;
+    int count = checkpoint_list(run->flags->out, true, &steps), num_newer = 1;
+    for (; num_newer < count; num_newer++) {
+        checkpoint_path(before, run->flags->out, (size_t)steps[num_newer], "");
+        Outcome outcome = attempt(check_checkpoint, before, why);
+        if (outcome == Outcome::FAILED) die_not_loaded(outcome, before, why);
+        if (outcome == Outcome::WELL && !saved_in_streak(run, before)) break;
+    }
+    if (num_newer < count) {
+        SAY("skipped checkpoints of steps %lld to %lld were saved in a streak of skipped steps: %sresuming from before "
+            "it\n", steps[num_newer - 1], steps[0], run->owns_out ? "renamed to step_*.skipped, " : "");
+        for (int i = 0; i < num_newer && run->owns_out; i++) {
+            checkpoint_path(path, run->flags->out, (size_t)steps[i], "");
+            ENSURE(checkpoint_rename(path, "skipped", renamed), "%s: cannot be renamed to %s: %s", path, renamed,
+                   strerror(errno));
+        }
+        snprintf(path, sizeof path, "%s", before);
+    }
+    free(steps);
+}
+
+/* When non-finite gradients end a run that has skipped every step since --resume auto: the checkpoint that it resumed
+ * from leads there. Rank 0 renames it too, if there is one before it. */
+static bool streak_disown(const Run* run, size_t num_applied)
+{
+    char renamed[4200];
+    long long* steps;
+    if (run->comm.rank != 0 || !run->resumed_from[0] || num_applied != run->resumed_applied) return false;
+    int count = checkpoint_list(run->flags->out, true, &steps);
+    bool has_before = count > 0 && steps[count - 1] < (long long)run->resumed_step;
+    free(steps);
+    return has_before && checkpoint_rename(run->resumed_from, "skipped", renamed);
 }
 
 /* The checkpoint that --resume names: itself, or the newest complete one of a run folder; `auto` skips those that are
@@ -142,19 +243,17 @@ static void choose_resume(Run* run, char (&path)[4096])
     const Flags* f = run->flags;
     path[0] = 0;
     if (!f->resume[0]) return;
-    bool automatic = resumes_automatically(run);
-    const char* folder = automatic ? f->out : f->resume;
     if (run->comm.rank == 0) {
-        bool found, passed_over = false;
         char why[1024];
-        while ((found = checkpoint_find(folder, !automatic, path)) && !attempt(check_checkpoint, path, why)) {
-            if (!automatic) die("%s; --resume from the one before", why);
-            set_aside(run, path, why);
-            passed_over = true;
-        }
-        ENSURE(found || (automatic && !passed_over), passed_over ? "--resume %s: every checkpoint there is damaged" :
-               "--resume %s: no complete checkpoint there (a folder with state.json, or step_* folders of that kind)",
-               folder);
+        bool automatic = resumes_automatically(run);
+        bool found = automatic ? newest_intact(run, f->out, path) : checkpoint_find(f->resume, true, path);
+        if (!found) path[0] = 0;
+        if (!found && automatic) ensure_anew(f->out);
+        ENSURE(found || automatic, "--resume %s: no complete checkpoint there (a folder with state.json, or step_* "
+               "folders of that kind)", f->resume);
+        Outcome outcome = automatic ? Outcome::WELL : attempt(check_checkpoint, path, why);
+        if (outcome != Outcome::WELL) die_not_loaded(outcome, path, why);
+        if (found && automatic) streak_leave(run, path);
     }
     comm_broadcast_host(&run->comm, path, sizeof path);
 }
@@ -176,13 +275,15 @@ static void resume(Run* run, char (&folder)[4096])
     RunState state;
     size_t read_bytes;
     char why[1024];
-    while (!checkpoint_load(&run->zero, folder, run->model.config.tied, &state, &read_bytes, why)) {
-        if (!resumes_automatically(run)) die("%s; --resume from the one before", why);
+    Outcome outcome;
+    while ((outcome = checkpoint_load(&run->zero, folder, run->model.config.tied, &state, &read_bytes, why)) !=
+           Outcome::WELL) {
+        if (outcome == Outcome::FAILED || !resumes_automatically(run)) die_not_loaded(outcome, folder, why);
         if (run->comm.rank == 0) set_aside(run, folder, why);
         choose_resume(run, folder);
-        ENSURE(folder[0], "--resume %s: every checkpoint there is damaged", run->flags->out);
         choose_tokenizer(run, run->flags->model[0] ? run->flags->model : folder);
     }
+    snprintf(run->saver.newest, sizeof run->saver.newest, "%s", folder);
     StepState device_state = step_state_init(run->config, first_loss_scale(run->flags));
     device_state.num_applied = state.num_applied;
     device_state.num_skipped = state.num_skipped;
@@ -194,7 +295,9 @@ static void resume(Run* run, char (&folder)[4096])
         device_state.hysteresis_left = state.hysteresis_left;
     }
     CUDA_CHECK(cudaMemcpy(run->zero.state, &device_state, sizeof device_state, cudaMemcpyHostToDevice));
-    run->step = state.step;
+    run->step = run->resumed_step = state.step;
+    run->resumed_applied = state.num_applied;
+    if (resumes_automatically(run)) memcpy(run->resumed_from, folder, sizeof folder);
     run->val_due = state.val_due;
     ENSURE(state.seq_len == (size_t)run->T,
            "%s: was trained with -t %zu, now -t %d: the data position counts windows of that length; give -t %zu",
@@ -245,23 +348,11 @@ static void record_start(Run* run, const char* model_name)
         json_add_bool(j, "model_is_here", model_is_here);
         record_arguments(j, f, model_name, is_preset, model_is_here);
         if (run->products != nullptr) cJSON_AddItemToObject(j, "products", cJSON_Duplicate(run->products, true));
-        json_write_file(path, j);
-        cJSON_Delete(j);
         write_small_files(f->out, run);
+        json_write_file(path, j);                        // last: where it is, the others are
+        cJSON_Delete(j);
     }
     free(all);
-}
-
-/* A tokenizer in a checkpoint of this run, which --keep may remove, is copied into the run folder and read there. */
-static void tokenizer_keep(Run* run)
-{
-    char out[PATH_MAX], from[PATH_MAX], path[4096];
-    if (realpath(run->flags->out, out) == nullptr || realpath(run->tokenizer_path, from) == nullptr) return;
-    const size_t n = strlen(out);
-    if (strncmp(from, out, n) != 0 || strncmp(from + n, "/step_", 6) != 0) return;
-    path_exists(run->flags->out, "tokenizer.json", path);
-    if (run->comm.rank == 0) file_copy(path, from);
-    memcpy(run->tokenizer_path, path, sizeof path);
 }
 
 /* --repeat, before anything is allocated: refuses other ranks and other data. */
@@ -293,17 +384,16 @@ static void repeat_say(const Run* run, const char* hash)
     snprintf(path, sizeof path, "%s/log.jsonl", run->flags->repeat);
     snprintf(key, sizeof key, "{\"step\": %zu,", run->step);
     snprintf(want, sizeof want, "\"state_hash\": \"%s\"", hash);
-    FILE* log = fopen(path, "r");
-    char* line = nullptr;
-    size_t size = 0;
     bool same = false, found = false;
-    while (log != nullptr && getline(&line, &size, log) > 0) {
-        if (strncmp(line, key, strlen(key)) != 0 || strstr(line, "state_hash") == nullptr) continue;
+    size_t length;
+    char* text = file_exists(path) ? file_read(path, &length) : nullptr;
+    for (const char* line = text; line != nullptr; line = strchr(line, '\n'), line += line != nullptr) {
+        const char* hash_at = strncmp(line, key, strlen(key)) == 0 ? strstr(line, "\"state_hash\": ") : nullptr;
+        if (hash_at == nullptr || hash_at > line + strcspn(line, "\n")) continue;
         found = true;
-        same = strstr(line, want) != nullptr;
+        same = strncmp(hash_at, want, strlen(want)) == 0;
     }
-    free(line);
-    if (log != nullptr) fclose(log);
+    free(text);
     SAY("repeat  %s\n", !found ? "the run's log has no state hash of this step" :
         same ? "the same bits as the run" : "other bits than the run's");
 }

@@ -2,6 +2,7 @@
  * long steps. */
 #pragma once
 #include "fit.cuh"
+#include "model_files.cuh"
 #include "version.h"
 
 // --------------------------------------------------------------------------------------------------------- the start
@@ -96,7 +97,7 @@ static void print_start(Run* run, const char* model_name)
     SAY("batch   %zu sequences = %d per micro-step x %d micro-steps x %d ranks | %zu tokens per step\n",
         run->global_batch, run->B, run->G, run->comm.num_ranks, run->global_batch * run->T);
     SAY("steps   %zu = %.2f epochs | lr %.3g %s to %.3g, warm-up %zu steps | seed %lld\n", run->num_steps,
-        run->train == nullptr ? 0 : (double)windows_before(run, run->num_steps) / run->train->num_windows,
+        run->train == nullptr ? 0 : windows_before(run, run->num_steps) / run->train->num_windows,
         run->config.peak_lr, f->schedule,
         run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
     if (run->comm.rank == 0) rates_print(f, stdout);
@@ -115,7 +116,8 @@ static void print_start(Run* run, const char* model_name)
     if (run->comm.num_ranks > 1 || f->plan || f->auto_ || f->verbose) print_zero(run);
     if (run->comm.rank == 0) plan_print(&run->plan, stdout);
     print_estimate(run);
-    if (!f->out[0]) SAY("output  none (-o FOLDER saves log and checkpoints)\n");
+    if (f->out[0]) tokenizer_say(run, model_name);
+    else SAY("output  none (-o FOLDER saves log and checkpoints)\n");
     fflush(stdout);
 }
 
@@ -200,7 +202,7 @@ static void print_step(Run* run, const StepState* s, const StepReport* r)
     double peak_share = run->device.peak_flops > 0 ? flops / (run->device.peak_flops * run->comm.num_ranks) : 0;
     char loss[32] = "n/a", eta[32];
     if (s->num_toks > 0) snprintf(loss, sizeof loss, "%.6f", s->loss);
-    long left_s = (long)(run->mean_step_s * (double)(run->num_steps - r->step) + 0.5);
+    long left_s = (long)(fmin(run->mean_step_s * (double)(run->num_steps - r->step), 1e15) + 0.5);
     if (left_s >= 3600) snprintf(eta, sizeof eta, "%ldh%02ldm", left_s / 3600, left_s / 60 % 60);
     else snprintf(eta, sizeof eta, "%ldm%02lds", left_s / 60, left_s % 60);
     if (run->bar_drawn) printf("\r\033[K");

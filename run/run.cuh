@@ -2,6 +2,7 @@
 #pragma once
 #include <sys/resource.h>
 #include "data/flags.h"
+#include "data/model_files.h"
 #include "data/run_log.h"
 #include "kernels/device.cuh"
 #include "data/loader.h"
@@ -21,7 +22,7 @@
 #define DEFAULT_MODEL "d3"   // what scripts/quickstart.sh trains
 #endif
 
-enum { STEPS_IN_FLIGHT = PROFILE_SLOTS };   // 2: the host enqueues step s + 1 before it reads the result of step s
+enum { STEPS_IN_FLIGHT = PROFILE_SLOTS };   // 2: the host may enqueue step s + 1 before it reads the result of step s
 
 /* The settings that trade time for memory. */
 typedef struct Setting {
@@ -47,12 +48,17 @@ typedef struct Run {
     bool has_val;
     Loader *train, *val;
     char tokenizer_path[4096];     // empty: none
+    char no_tokenizer[4300];       // then why not that of the data; may be empty
+    ModelFiles small_files;        // of checkpoints and exports, on rank 0
     int B, G, T;
     Setting setting;
     size_t global_batch;           // B * G * R sequences
     Ramp batch_ramp, seq_ramp;     // of global_batch and T
     size_t num_steps;              // total
     size_t step;                   // steps done, skipped ones included
+    bool owns_out;                 // this run may change the folder of -o: rank 0 has its lock
+    char resumed_from[4096];       // of --resume auto; empty: new weights
+    size_t resumed_step, resumed_applied;   // RunState of that checkpoint
     RunLog log;
     cJSON* products;               // tune.cuh's choices, for run.json; null: none
     int *h_tokens, *h_targets;     // (STEPS_IN_FLIGHT,G,B,T) pinned: a batch never waits for the copy of another
@@ -60,6 +66,7 @@ typedef struct Run {
     long step_page_faults[STEPS_IN_FLIGHT];
     size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
     size_t step_waits, result_waits;   // host synchronizations: inside steps, and for the result of the step before
+    bool reads_at_once;            // launches return when their work is done: the result of a step is there
     Ask ask;                       // the request by signal that the ranks have agreed on
     bool val_due;                  // a signal ended the validation of this step early
     bool seen_skip;                // the newest result is a skipped step: read each before the next begins
@@ -71,6 +78,16 @@ typedef struct Run {
 
 static bool is_fp16(void) { return strcmp(FLOATX_NAME, "fp16") == 0; }
 
+/* Does a launch return when its work is done? */
+static bool launches_wait(void)
+{
+#ifdef DEVICE_CUDA
+    return false;
+#else
+    return device_launches_wait();
+#endif
+}
+
 #define SAY(...) do { if (run->comm.rank == 0) { printf(__VA_ARGS__); fflush(stdout); } } while (0)
 
 // ---------------------------------------------------------------------------------------------------------- set-up
@@ -78,7 +95,7 @@ static bool path_exists(const char* folder, const char* name, char (&path)[4096]
 {
     int n = snprintf(path, sizeof path, "%s%s%s", folder, name[0] ? "/" : "", name);
     ENSURE(n < (int)sizeof path, "%s: the name is too long", folder);
-    return access(path, R_OK) == 0;
+    return file_exists(path);
 }
 
 /* Any two of {global batch, B, G} give the third (docs/numbers.md: batch arithmetic). */
@@ -137,6 +154,24 @@ static bool batch_of_run(Run* run, const char* resume_path)
     return true;
 }
 
+/* Refuses sizes that fit one by one but not multiplied: a batch beyond what -b, -g and --batch take, and more rows of
+ * a micro-step than kernels count in an int. */
+static void batch_refuse(const Run* run)
+{
+    const long long B = run->B, G = run->G, R = run->comm.num_ranks, T = run->T;
+    const struct { FlagIdx idx; long long value; } parts[] = {
+        {FLAG_micro_batch, B}, {FLAG_grad_accum, G}, {FLAG_batch, B * G * R}};
+    char name[64];
+    for (const auto& part : parts)
+        if (part.value > flag_rows[part.idx].high)
+            die_usage("a batch of %lld sequences = %lld per micro-step x %lld micro-steps x %lld ranks: %s is at most "
+                      "%.0Lf: give others of -b, -g and --batch", B * G * R, B, G, R,
+                      flag_long_name(&flag_rows[part.idx], name), flag_rows[part.idx].high);
+    if (B * T > INT_MAX)
+        die_usage("-b %lld x -t %lld = %lld tokens in a micro-step, at most %d: lower -b and raise -g", B, T, B * T,
+                  INT_MAX);
+}
+
 /* The shape of the model, from a preset or a folder with config.json. */
 static void choose_model(Run* run, const char* name, int data_V)
 {
@@ -149,27 +184,14 @@ static void choose_model(Run* run, const char* name, int data_V)
     config_read(c, path);
 }
 
-/* Finds the tokenizer: --tokenizer, else in the model's folder, else in that of the data; there may be none. */
-static void choose_tokenizer(Run* run, const char* model_name)
-{
-    const Flags* f = run->flags;
-    if (f->tokenizer[0]) {
-        ENSURE(path_exists(f->tokenizer, "tokenizer.json", run->tokenizer_path) ||
-               path_exists(f->tokenizer, "", run->tokenizer_path), "--tokenizer %s: no such file", f->tokenizer);
-    } else if (!path_exists(model_name, "tokenizer.json", run->tokenizer_path) &&
-               !path_exists(f->data, "tokenizer.json", run->tokenizer_path)) {
-        run->tokenizer_path[0] = 0;
-    }
-}
-
 static bool folder_has_split(const char* folder, const char* split)
 {
-    DIR* dir = opendir(folder);
+    DIR* dir = folder_open(folder);
     if (dir == nullptr) return false;
     bool found = false;
-    for (struct dirent* entry; (entry = readdir(dir)) != nullptr;)
-        found = found || token_name_matches(entry->d_name, split);
-    closedir(dir);
+    for (const char* name; (name = folder_next(dir, folder)) != nullptr; )
+        found = found || token_name_matches(name, split);
+    folder_close(dir);
     return found;
 }
 
@@ -194,21 +216,35 @@ static size_t step_micro_steps(const Run* run, size_t step)
 }
 static int step_seq_len(const Run* run, size_t step) { return (int)ramp_size(run->seq_ramp, step, 8, run->T); }
 
-/* Number of windows used by the steps before `end`. */
-static size_t windows_before(const Run* run, size_t end)
+/* The first step after `step`, which is within --batch-ramp, that may have another number of micro-steps. */
+static size_t step_of_next_size(const Run* run, size_t step)
+{
+    return ramp_next(run->batch_ramp, step, (size_t)run->B * run->comm.num_ranks, run->global_batch);
+}
+
+/* Number of windows used by the steps before `end`, which may be any number: hence a double. */
+static double windows_before(const Run* run, size_t end)
 {
     size_t used = 0, step = 0;
-    for (; step < end && step < run->batch_ramp.steps; step++)
-        used += step_micro_steps(run, step) * run->B * run->comm.num_ranks;
-    return used + (end - step) * run->global_batch;
+    while (step < end && step < run->batch_ramp.steps) {
+        size_t next = step_of_next_size(run, step), alike = (next < end ? next : end) - step;
+        used += alike * step_micro_steps(run, step) * run->B * run->comm.num_ranks;
+        step += alike;
+    }
+    return (double)used + (double)(end - step) * (double)run->global_batch;
 }
 
 /* The last step if the run uses `windows` windows from step `first`. */
 static size_t last_step(const Run* run, size_t first, size_t windows)
 {
     size_t step = first, used = 0;
-    for (; used < windows && step < run->batch_ramp.steps; step++)
-        used += step_micro_steps(run, step) * run->B * run->comm.num_ranks;
+    while (used < windows && step < run->batch_ramp.steps) {
+        size_t batch = step_micro_steps(run, step) * run->B * run->comm.num_ranks;
+        size_t alike = step_of_next_size(run, step) - step, needed = ceil_div(windows - used, batch);
+        alike = needed < alike ? needed : alike;
+        used += alike * batch;
+        step += alike;
+    }
     return used < windows ? step + ceil_div(windows - used, run->global_batch) : step;
 }
 
@@ -412,7 +448,7 @@ static void plan_run(Run* run, bool training)
     ZeroConfig zero = {s->stage, persistent, s->G, training, s->storage, s->offloaded, optimizer_find(f->optimizer),
                        model_rounds_fp32(&m->shard, &m->config), f->overlap != 0, strcmp(f->reduce, "step") == 0,
                        f->deterministic, (size_t)f->persist_below, m->visits, m->num_visits,
-                       (size_t)f->reduce_bucket, (size_t)f->gather_bucket};
+                       (size_t)f->reduce_bucket, (size_t)f->gather_bucket, f->allow_nonfinite};
     zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
     if (training && f->out[0]) saver_plan(&run->saver, &run->zero, &run->plan);
     free(persistent);
@@ -439,11 +475,16 @@ static void plan_run_free(Run* run)
     run->model.visits = nullptr;
 }
 
-/* Free device memory, the smallest of all ranks. */
+/* Free device memory, the smallest of all ranks. On a GPU less a reserve: NCCL and cuBLASLt take more for other sizes
+ * than those that they have been used with, and code is loaded at its first launch. */
 static size_t device_free_bytes(const Run* run)
 {
     if (run->flags->gpu[0]) return (size_t)(0.94 * (double)run->device.memory_bytes);   // without that of the libraries
     size_t free_bytes, total_bytes;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
+#ifdef DEVICE_CUDA
+    const size_t reserve_bytes = max_size((size_t)512 << 20, total_bytes / 100);
+    free_bytes = free_bytes > reserve_bytes ? free_bytes - reserve_bytes : 0;
+#endif
     return run->flags->plan ? free_bytes : (size_t)-comm_max_host(&run->comm, -(double)free_bytes);
 }

@@ -9,13 +9,14 @@
 static uint64_t file_hash(const char* path, size_t limit, uint64_t hash)
 {
     const size_t PIECE_BYTES = 1 << 20;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = file_open(path);
     struct stat info;
-    ENSURE(fd >= 0 && fstat(fd, &info) == 0, "%s: cannot be opened: %s", path, strerror(errno));
+    ENSURE(fstat(fd, &info) == 0, "%s: cannot be examined: %s", path, strerror(errno));
     char* piece = (char*)malloc_checked(PIECE_BYTES);
     for (size_t done = 0, got; done < limit; done += got) {
         size_t want = limit - done < PIECE_BYTES ? limit - done : PIECE_BYTES;
         got = pread_full(fd, piece, want, done);
+        ENSURE(got == want || errno == 0, "%s: cannot be read: %s", path, strerror(errno));
         if (got == 0) break;
         hash = fnv1a64(piece, got, hash);
     }

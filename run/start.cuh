@@ -28,12 +28,51 @@ static void weights_init(Run* run)
 static void weights_start(Run* run, const char* folder, bool from_scratch)
 {
     const Config* c = &run->model.config;
-    char file[4200], why[1024];
+    char file[4096], why[1024];
     size_t read_bytes;
-    snprintf(file, sizeof file, "%s/state.json", folder);
+    bool is_checkpoint = path_exists(folder, "state.json", file);
+    comm_broadcast_host(&run->comm, &is_checkpoint, sizeof is_checkpoint);
     if (c->hf_text == nullptr || from_scratch) weights_init(run);
-    else if (!all_ranks_see(&run->comm, file)) weights_load(&run->zero, folder, c->tied);
-    else if (!checkpoint_load(&run->zero, folder, c->tied, nullptr, &read_bytes, why)) die("%s", why);
+    else if (!is_checkpoint) weights_load(&run->zero, folder, c->tied);
+    else if (checkpoint_load(&run->zero, folder, c->tied, nullptr, &read_bytes, why) != Outcome::WELL) die("%s", why);
+}
+
+/* Two ranks on one GPU would wait for one another in NCCL, which refuses it at best. */
+static void ensure_own_gpu(const Run* run)
+{
+    typedef struct { char host[64], uuid[48]; } Gpu;
+    const Comm* c = &run->comm;
+    Gpu own = {}, *all = (Gpu*)malloc_checked(c->num_ranks * sizeof *all);
+    gethostname(own.host, sizeof own.host - 1);
+    memcpy(own.uuid, run->device.uuid, sizeof own.uuid);
+    comm_gather_host(c, all, &own, sizeof own);
+    for (int r = 0; c->rank == 0 && r < c->num_ranks; r++)
+        for (int other = 0; other < r && own.uuid[0]; other++)
+            ENSURE(strcmp(all[r].uuid, all[other].uuid) != 0, "ranks %d and %d have the same GPU, %s %s on %s: start "
+                   "at most one rank per GPU, and show each rank all GPUs of its host or one of its own", other, r,
+                   run->device.name, all[r].uuid, all[r].host);
+    free(all);
+}
+
+/* NCCL, cuBLASLt and the CUDA runtime take device memory at their first use: they are used once, before the free memory
+ * is asked for. The collectives are NCCL's own, so that they are not counted as the run's. */
+static void libraries_start(Run* run)
+{
+    comm_init_nccl(&run->comm);
+    matmul_init();
+#ifdef DEVICE_CUDA
+    const int n = 16 * run->comm.num_ranks;
+    float* sums;
+    floatX* matrix;
+    CUDA_CHECK(cudaMalloc(&sums, n * sizeof *sums));
+    CUDA_CHECK(cudaMalloc(&matrix, 3 * 16 * 16 * sizeof *matrix));
+    CUDA_CHECK(cudaMemset(matrix, 0, 3 * 16 * 16 * sizeof *matrix));
+    matmul_forward(matrix, matrix + 256, matrix + 512, nullptr, 16, 16, 16, Layout::OUT_IN, 0);
+    comm_connect(&run->comm, sums, n / run->comm.num_ranks);
+    CUDA_CHECK(cudaDeviceSynchronize());
+    CUDA_CHECK(cudaFree(sums));
+    CUDA_CHECK(cudaFree(matrix));
+#endif
 }
 
 /* Flags, files and plan: all that can be refused before anything is allocated. Returns the model's name; resume_path is
@@ -42,6 +81,9 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
 {
     const Flags* f = run->flags;
     device_init(&run->device, run->comm.host_rank, run->comm.host_num_ranks, (size_t)f->device_mb);
+    ensure_own_gpu(run);
+    run->owns_out = trains && f->out[0];       // --bench has no -o
+    if (run->owns_out && run->comm.rank == 0) folder_lock(f->out);
     choose_resume(run, resume_path);
     const char* model_name = f->model[0] ? f->model : resume_path[0] ? resume_path : DEFAULT_MODEL;
     if ((trains && !f->bench) || f->eval || (f->plan && access(f->data, R_OK) == 0)) open_data(run);
@@ -56,11 +98,13 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     else if (trains || f->plan || f->auto_)
         device_measure(&run->device, run->comm.host_num_ranks, f->plan || f->auto_);
     if (!f->elastic || !batch_of_run(run, resume_path)) batch_arithmetic(run, run->comm.num_ranks);
+    batch_refuse(run);
     model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks, f->fp32_tensors);
     rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, offloaded_from_flag(f->offload),
                            storage_from_flags(f)};
     recompute_from_flag(&run->setting, f->recompute, run->model.config.L);
+    if (!f->plan) libraries_start(run);
     if (f->auto_) setting_choose(run, device_free_bytes(run));
     const char* mismatch = offload_mismatch(&run->setting, f);
     if (mismatch != nullptr) die_usage("--offload %s", mismatch);
@@ -70,10 +114,6 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (run->train_set.num_files > 0) open_loaders(run);
     if (f->bench) run->num_steps = bench_total_steps(f);
     run->config = step_config(run);
-    if (!f->plan) {
-        comm_init_nccl(&run->comm);
-        matmul_init();
-    }
     plan_run(run, trains || f->plan);
     return model_name;
 }
@@ -97,6 +137,7 @@ static void run_allocate(Run* run)
 
 static void run_free(Run* run)
 {
+    signals_end();
     log_close(&run->log);
     if (run->train != nullptr) loader_close(run->train);
     if (run->val != nullptr) loader_close(run->val);
@@ -112,6 +153,7 @@ static void run_free(Run* run)
     token_set_close(&run->train_set);
     token_set_close(&run->val_set);
     free((void*)run->model.config.hf_text);
+    model_files_free(&run->small_files);
     cJSON_Delete(run->products);
     matmul_free();
 }

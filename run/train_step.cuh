@@ -1,6 +1,8 @@
 /* train_step.cuh: one training step: copies of micro-batches to the device, forward and backward, the update; and its
- * result, which is read when the next step is already enqueued. */
+ * result. On a GPU it is read when the next step is already enqueued, so that the GPU never waits for the host; where
+ * launches return when their work is done, it is read at once. */
 #pragma once
+#include "folder.cuh"
 #include "report.cuh"
 
 /* Copies the next micro-batch of `loader` to the device through the idx-th pinned buffer, T tokens of each row. Does
@@ -19,7 +21,7 @@ static void load_batch(Run* run, Loader* loader, size_t idx, int T)
 }
 
 /* Enqueues a step without host synchronization. Its pinned buffers are those of the step before the last, whose end
- * finish_step has waited for, so at most STEPS_IN_FLIGHT steps are enqueued. */
+ * step_wait has waited for, so at most STEPS_IN_FLIGHT steps are enqueued. */
 static void train_step(Run* run)
 {
     int slot = (int)(run->step % STEPS_IN_FLIGHT);
@@ -47,7 +49,7 @@ static void train_step(Run* run)
     }
     phase_micro_end();
     run->model.drops = false;
-    zero_step_ask(&run->zero, signals_take());
+    zero_step_ask(&run->zero);
     zero_step_end(&run->zero, config, optimizer_config(run->flags), slot);
     run->step_asked_bytes += run->comm.asked_bytes - asked_before;
     run->step_waits += comm_host_waits(&run->comm) - waits_before;
@@ -58,20 +60,43 @@ static void train_step(Run* run)
 /* Ends the run; every rank calls this at the same step. */
 [[noreturn]] static void stop_at_nonfinite(Run* run, const StepState* s, size_t step, int slot)
 {
+    const char* name = nonfinite_name(run, slot);
+    const bool disowned = streak_disown(run, s->num_applied);
     die("step %zu: the gradient is not finite, %s; the first non-finite tensor is %s (loss %g): lower -l, or check "
-        "the data; the last checkpoint is as it was", step,
-        s->loss_scale_exhausted ? "at the smallest loss scale" : "10 times in a row", nonfinite_name(run, slot),
-        s->loss);
+        "the data; %s", step, s->loss_scale_exhausted ? "at the smallest loss scale" : "10 times in a row", name,
+        s->loss, disowned ? "no step could be taken from the checkpoint that the run resumed from: it is renamed to "
+        "step_N.skipped, and --resume auto takes the one before" : "the last checkpoint is as it was");
 }
 
-/* Waits for the result of step `step` (counted from 1), prints and logs it; ends the run if the loss scale is at its
- * minimum or 10 steps in a row were skipped. */
+/* A host synchronization of all ranks, outside of steps. */
+static Ask ask_outside_step(Run* run)
+{
+    Ask ask = signals_agree(&run->comm);
+    if (ask > run->ask) run->ask = ask;
+    return run->ask;
+}
+
+/* Waits for the result of step `step` (counted from 1), with the requests that came during it. */
+static void step_wait(Run* run, size_t step)
+{
+    const int slot = (int)((step - 1) % STEPS_IN_FLIGHT);
+    const size_t waits_before = comm_host_waits(&run->comm);
+    profile_step_wait(slot);
+    const StepState* s = &run->zero.h_state[slot];
+    Ask ask = s->asked_to_end ? Ask::END : s->asked_to_save ? Ask::SAVE : Ask::NONE;
+    if (ask > run->ask) run->ask = ask;
+    if (s->asked_to_save) signals_saved();
+    if (run->reads_at_once) ask_outside_step(run);      // also what came during the update
+    run->seen_skip = s->skip == Skip::NONFINITE;
+    run->result_waits += comm_host_waits(&run->comm) - waits_before;
+}
+
+/* After step_wait: prints and logs the step; ends the run if the loss scale is at its minimum or 10 steps in a row were
+ * skipped. */
 static void finish_step(Run* run, size_t step, const char* hash)
 {
     int slot = (int)((step - 1) % STEPS_IN_FLIGHT);
     StepReport r = {step, slot, 0, 0, {}, nullptr, hash};
-    profile_step_wait(slot);           // the only host synchronization of a step, while the next one is enqueued
-    run->result_waits++;
     r.took_s = profile_phases_ms(slot, r.phases_ms) * 1e-3;
     const StepState* s = &run->zero.h_state[slot];
     r.toks_per_s = s->num_toks / r.took_s;
@@ -79,9 +104,6 @@ static void finish_step(Run* run, size_t step, const char* hash)
     if (s->skip == Skip::NONFINITE) r.nonfinite = nonfinite_name(run, slot);
     log_step(run, s, &r);
     print_step(run, s, &r);
-    run->seen_skip = s->skip == Skip::NONFINITE;
-    Ask ask = s->asked_to_end ? Ask::END : s->asked_to_save ? Ask::SAVE : Ask::NONE;
-    if (ask > run->ask) run->ask = ask;
     if (s->loss_scale_exhausted || (s->num_skipped_in_a_row >= 10 && !run->config.dynamic_loss_scale))
         stop_at_nonfinite(run, s, step, slot);
 }

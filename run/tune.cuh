@@ -94,8 +94,8 @@ static cJSON* tune_lines_read(const char* path, bool is_cache)
 {
     TuneFile file = {path, nullptr};
     char why[1024];
-    if (path[0] == 0 || access(path, R_OK) != 0) return nullptr;
-    if (!attempt(tune_file_read, &file, why)) {
+    if (path[0] == 0 || !file_exists(path)) return nullptr;
+    if (attempt(tune_file_read, &file, why) != Outcome::WELL) {
         if (!is_cache) die("%s: the run's GEMM algorithms are lost; leave out --resume or --repeat, or remove "
                            "\"products\" there", why);
         fprintf(stderr, "train_gpt: --tune: %s: the cache is not used and will be overwritten\n", why);
@@ -129,12 +129,13 @@ static void tune_cache_write(const Tuner* t)
     snprintf(folder, sizeof folder, "%s", t->cache_path);
     *strrchr(folder, '/') = 0;
     folder_make(folder);
-    snprintf(temporary, sizeof temporary, "%s.%d", t->cache_path, (int)getpid());
+    snprintf(temporary, sizeof temporary, "%s.%d", t->cache_path, (int)getpid());   // other runs write it too
     cJSON* root = json_new_object();
     cJSON_AddItemToObject(root, "products", cJSON_Duplicate(t->cache, true));
     json_write_file(temporary, root);
     cJSON_Delete(root);
-    ENSURE(rename(temporary, t->cache_path) == 0, "%s: cannot be written: %s", t->cache_path, strerror(errno));
+    ENSURE(TEMP_FAILURE_RETRY(rename(temporary, t->cache_path)) == 0, "%s: cannot be written: %s", t->cache_path,
+           strerror(errno));
 }
 
 // ------------------------------------------------------------------------------------------------------------ times
@@ -161,10 +162,10 @@ static double tune_time(MatmulPlan* plan, const cublasLtMatmulAlgo_t* algo, cuda
     float best_ms = INFINITY, ms;
     CUDA_CHECK(cudaEventCreate(&begin));
     CUDA_CHECK(cudaEventCreate(&end));
-    matmul_plan_run(plan, algo, stream);
+    CUBLAS_CHECK(matmul_plan_run(plan, algo, stream));
     for (int round = 0; round < TUNE_ROUNDS; round++) {
         CUDA_CHECK(cudaEventRecord(begin, stream));
-        for (int i = 0; i < TUNE_REPEATS; i++) matmul_plan_run(plan, algo, stream);
+        for (int i = 0; i < TUNE_REPEATS; i++) CUBLAS_CHECK(matmul_plan_run(plan, algo, stream));
         CUDA_CHECK(cudaEventRecord(end, stream));
         CUDA_CHECK(cudaEventSynchronize(end));
         CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));

@@ -1,148 +1,241 @@
 #!/usr/bin/env bash
-# Checks a machine with a GPU within five minutes and prints one table: build, op tests, trials, step times of GPT-2
-# 124M and 1.5B, the same models in PyTorch, and the measured GEMM peak and bandwidth.
-#   scripts/gpu_check.sh [--dry]     --dry: the same steps on the emulated device with tiny sizes, to test this script
-# A step that fails is a row with the reason, and the next one runs. The logs are in build/gpu_check.
+# The first nine minutes on a machine with a GPU: do the kernels compute what they should, does a run train as on the
+# CPU, how fast is it. From a folder that scripts/gpu_pack.sh made: nothing is built or fetched here.
+#   scripts/gpu_check.sh [--dry] [FOLDER]     FOLDER: build/gpu_pack, packed first where it is not there
+#                                             --dry: the same rows on the emulated device, tiny sizes
+# Into $OUT (build/gpu_check): results.txt, a line for each row as it ends with all lines of a failure, and logs.tar.gz.
+# The order is that of what decides most. Each row is a process of its own with a limit of its own: an error that takes
+# the device along ends one row. No row begins that cannot end within LIMIT_S (540) seconds.
 set -uo pipefail
-cd "$(dirname "$0")/.." || exit
+here=$(cd "$(dirname "$0")" && pwd)
 
-device=cuda precisions=(fp32 bf16 fp16) filter="" steps=12 trials="not test_x"
-models=("gpt2 16 1024" "gpt2-xl 4 1024")     # preset, micro-batch, tokens
-case ${1:-} in
-    "") ;;
-    --dry) device=emu precisions=(fp32) filter=gelu steps=2
-        trials="test_z and not z2" models=("d2 1 16" "d3 1 16") ;;
-    *) echo "usage: scripts/gpu_check.sh [--dry]" >&2; exit 2 ;;
-esac
-make_args=("DEVICE=$device")
-command -v mpicc > /dev/null || make_args+=(NO_MPI=1 NO_NCCL=1)
-build=build/$device logs=build/gpu_check table=build/gpu_check/table.md
-program=$build/train_gpt
-python=python3
-[ -x .venv/bin/python ] && python=.venv/bin/python
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-mkdir -p $logs
-rm -f $logs/*.json
-
-if [ "$device" = cuda ] && ! nvidia-smi -L > /dev/null 2>&1; then
-    echo "gpu_check: no GPU here; --dry tries the script itself on the emulated device" >&2
+dry=""
+if [ "${1:-}" = --dry ]; then dry=1; shift; fi
+if [ -e "$here/version" ]; then
+    pack=$here                                            # the packed copy of this script
+else
+    cd "$here/.." || exit
+    pack=${1:-build/gpu_pack}
+    [ -e "$pack/version" ] || scripts/gpu_pack.sh ${dry:+--dry} "$pack" || exit
+fi
+out=${OUT:-build/gpu_check}
+mkdir -p "$out"
+pack=$(realpath "$pack") out=$(realpath "$out") limit_s=${LIMIT_S:-540}
+results=$out/results.txt logs=$out/logs work=$(mktemp -d) steps=$(cat "$pack/steps")
+rm -rf "$results" "$logs" "$out/logs.tar.gz"
+mkdir -p "$logs"
+trap 'rm -rf "$work"' EXIT
+if [ -z "$dry" ] && ! nvidia-smi -L > /dev/null 2>&1; then
+    echo "gpu_check: no GPU here; --dry runs the same rows on the emulated device" >&2
     exit 1
 fi
 
-num_failed=0
-row() { printf '| %-30s | %-66s | %5d s |\n' "$1" "$2" "$3" | tee -a $table; }
+# The packed libraries, and cuBLASLt of the toolkit or of PyTorch.
+library_path=$pack/lib
+of_torch=$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])' 2> /dev/null)
+for folder in /usr/local/cuda*/lib64 "$of_torch"/cu*/lib; do
+    [ -d "$folder" ] && library_path=$library_path:$folder
+done
+export LD_LIBRARY_PATH=$library_path${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PATH=$pack/bin:$PATH:/usr/local/cuda/bin
+export pack work steps dry
 
-# step NAME SECONDS PATTERN COMMAND...: the last line of the output that matches PATTERN is the result.
-step() {
-    local name=$1 limit=$2 pattern=$3 log="$logs/${1//[^a-zA-Z0-9]/_}.log" start=$SECONDS status result
-    shift 3
-    timeout -k 5 "$limit" bash -o pipefail -c '"$@"' step "$@" > "$log" 2>&1 < /dev/null
+# ---------------------------------------------------------------- rows
+passed=0 failed=0 skipped=0
+say() { printf '%s\n' "$*" | tee -a "$results"; }
+line() { say "$(printf '%4d s  %-4s  %-32s  %s' "$SECONDS" "$@")"; }
+
+skip() { skipped=$((skipped + 1)); line skip "$1" "$2"; }
+
+# row NAME SECONDS COMMAND...: passes if the command does. Its lines that begin with "= " are the result.
+row() {
+    local name=$1 limit=${ROW_LIMIT_S:-$2} left=$((limit_s - SECONDS - 5)) status
+    local log="$logs/${1//[^a-zA-Z0-9.=-]/_}.log"
+    shift 2
+    if [ $left -lt 5 ] || [ $left -lt $((limit / 4)) ]; then skip "$name" "no time is left"; return; fi
+    timeout -k 3 $((limit < left ? limit : left)) bash -o pipefail -c '"$@"' row "$@" > "$log" 2>&1 < /dev/null
     status=$?
-    result=$(grep -E "$pattern" "$log" | tail -n 1)
-    if [ $status != 0 ] || [ -z "$result" ]; then
-        num_failed=$((num_failed + 1))
-        [ $status = 124 ] && result="no result within $limit s"
-        result="FAILED ($status): ${result:-$(tail -n 1 "$log")}"
+    if [ $status = 0 ]; then
+        passed=$((passed + 1))
+        line ok "$name" "$(sed -n 's/^= //p' "$log" | paste -sd '|')"
+        return
     fi
-    row "$name" "$result" $((SECONDS - start))
-    return $status
+    failed=$((failed + 1))
+    line FAIL "$name" "$([ $status = 124 ] && echo "no end within $limit s" || echo "exit code $status")"
+    { grep -E '^= |FAIL|^train_gpt:|[Ee]rror' "$log" || tail -n 5 "$log"; } | head -n 40 | sed 's/^/            /' |
+        tee -a "$results"
 }
 
-# bench FILE MODEL B T PRECISION [FLAGS]: of --bench the median, tokens per second, % of peak and of measured
-# GEMM peak.
+# ---------------------------------------------------------------- what the rows run
+# run NAME MODEL PRECISION FLAGS...: a short training run into $work/NAME.
+run() {
+    local name=$1 model=$2 precision=$3
+    shift 3
+    rm -rf "${work:?}/$name"
+    train_gpt -m "$pack/models/$model" --from-scratch -d "$pack/data/small" -p "$precision" -b 2 -g 2 -n "$steps" \
+        -l 1e-3 --warmup 2 --sample-tokens 0 -o "$work/$name" "$@"
+}
+
+losses_of() { sed -n 's/^{"step": .*"loss": \([^,]*\),.*/\1/p' "$work/$1/log.jsonl"; }
+
+# near LIMIT FILE: are the losses on stdin within LIMIT, relative, of those in FILE?
+near() {
+    paste - "$2" | awk -v limit="$1" '
+        NF != 2 { short = 1 }
+        { off = ($1 - $2) / $2; if (off < 0) off = -off; if (!(off <= most)) most = off }
+        END {
+            printf "= %d losses, at most %.2g off (limit %g), the last %s, want %s\n", NR, most, limit, $1, $2
+            exit NR == 0 || short || !(most <= limit)
+        }'
+}
+
+# As the CPU build's with the same weights and data.
+trains_as_cpu() { run "$1-$2" "$1" "$2" && losses_of "$1-$2" | near "$3" "$pack/reference/$1.$2"; }
+
+# The golden run of GPT-2 124M, against PyTorch.
+golden() {
+    train_gpt -m gpt2 -d "$pack/data/gpt2" -t 64 -b 4 -n 10 -p "$1" -l 1e-4 --min-lr 1e-5 --warmup 3 --beta1 0.9 \
+        --beta2 0.95 --eps 1e-8 --weight-decay 0.1 --clip 1 -s 1337 --schedule cosine --no-shuffle --sample-tokens 0 \
+        -o "$work/golden-$1" && losses_of "golden-$1" | near "$2" "$pack/reference/gpt2.fp32"
+}
+
+hash_of() { grep -oE 'state hash [0-9a-f]+' | tail -n 1 | cut -d ' ' -f 3; }
+
+# same MODEL NAME FLAGS...: the state hash of a bf16 run with these flags is that of one without (first call: makes it).
+same() {
+    local model=$1 name=$2 want="$work/$1.hash" got
+    shift 2
+    [ -s "$want" ] || run "$model-plain" "$model" bf16 | tee /dev/stderr | hash_of > "$want"
+    got=$(run "$model-$name" "$model" bf16 "$@" | tee /dev/stderr | hash_of)
+    echo "= $got, want $(cat "$want")"
+    [ -n "$got" ] && [ "$got" = "$(cat "$want")" ]
+}
+
+resumed() {
+    local model=$1 want="$work/$1.hash" got
+    run "$model-half" "$model" bf16 --save-every $((steps / 2)) > "$work/$model-half.txt" || return
+    [ -s "$want" ] || hash_of < "$work/$model-half.txt" > "$want"
+    got=$(run_on "$model" "$work/$model-half/step_$(printf %08d $((steps / 2)))" | tee /dev/stderr | hash_of)
+    echo "= $got, want $(cat "$want")"
+    [ -n "$got" ] && [ "$got" = "$(cat "$want")" ]
+}
+run_on() {
+    train_gpt -m "$pack/models/$1" --resume "$2" -d "$pack/data/small" -p bf16 -b 2 -g 2 -n "$steps" -l 1e-3 \
+        --warmup 2 --sample-tokens 0
+}
+
+# Dropout does not depend on anything but the seed: two runs.
+dropout_twice() {
+    local first second
+    first=$(run drop-1 gpt bf16 --dropout 0.1 | hash_of) second=$(run drop-2 gpt bf16 --dropout 0.1 -r block | hash_of)
+    echo "= $first and $second"
+    [ -n "$first" ] && [ "$first" = "$second" ]
+}
+
+# bench MODEL B T FLAGS...: of --bench the median step, tokens per second, % of peak and of the measured GEMM peak.
 bench() {
-    local file=$logs/$1.json model=$2 B=$3 T=$4 precision=$5
-    shift 5
-    "$program" --bench -m "$model" -b "$B" -t "$T" -n $steps -p "$precision" -l 1e-4 --bench-json "$file" "$@" &&
-        $python - "$file" << 'PYTHON'
-import json, sys
-j = json.load(open(sys.argv[1]))
-print(f"bench: {j['step_ms']['median']:.2f} ms | {j['tokens_per_s']:.4g} tok/s | {100 * j['mfu']:.1f}% MFU | "
-      f"{100 * j['product_share']:.1f}% of GEMM peak")
-PYTHON
+    local model=$1 B=$2 T=$3
+    shift 3
+    [ -d "$pack/models/$model" ] && model=$pack/models/$model
+    train_gpt --bench -m "$model" -b "$B" -t "$T" -n "$([ -n "$dry" ] && echo 2 || echo 12)" -l 1e-4 "$@" |
+        tee "$work/bench.txt" && sed -nE 's/^(step  |gemm  |memory|flops ).*/= &/p' "$work/bench.txt" | head -n 4
 }
 
-# ceilings JSON: the measured GEMM peak and bandwidth of that run.
-ceilings() {
-    $python - "$1" << 'PYTHON'
-import json, sys
-j = json.load(open(sys.argv[1]))
-side = round(j["product_side"])
-print(f"GEMM {side}x{side}x{side} {j['product_flop_per_s'] / 1e12:.4g} TFLOP/s | memory "
-      f"{j['memory_byte_per_s'] / 1e9:.4g} GB/s")
-PYTHON
+op_test() { "test_ops.$1" --op "$2" | tee /dev/stderr | sed -n '$ s/^/= /p'; }
+op_bench() { test_ops.bf16 --bench "$1" | sed 's/^/= /'; }
+
+torch_bench() { python3 "$pack/torch_gpt2.py" -m "$1" -b "$2" -n 10 --eager | sed 's/^/= /'; }
+
+sanitized() { compute-sanitizer --tool "$1" --error-exitcode 9 "${@:2}" && echo "= clean"; }
+
+# One launch of a kernel under Nsight Compute: cycles, what limits it, occupancy.
+profiled() {
+    ncu --clock-control none --launch-count 1 -k "regex:$1" --section SpeedOfLight --section Occupancy \
+        test_ops.bf16 --bench "$2" | grep -E 'Duration|Throughput|Occupancy|Registers' | sed -E 's/ +/ /g; s/^/= /'
 }
 
-build() { make "$@" && echo "built: ${*: -1}"; }
-
-# The CUDA toolkit's, or the one that comes with PyTorch.
-find_cuobjdump() {
-    command -v cuobjdump || $python - 2> /dev/null << 'PYTHON'
-import os, sys, triton
-path = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
-sys.exit(not os.path.exists(path) or print(path))
-PYTHON
+clocks() {
+    local fields=name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu
+    nvidia-smi --query-gpu=$fields --format=csv,noheader | sed 's/^/= /'
 }
+export -f run losses_of near trains_as_cpu golden hash_of same resumed run_on dropout_twice bench op_test op_bench
+export -f torch_bench sanitized profiled clocks
 
-# sass CUOBJDUMP: the number of tensor core instructions in attention; without a GPU, in what nvcc compiles for one.
-sass() {
-    local file=$program
-    if [ "$device" != cuda ]; then
-        file=$logs/attention.cubin
-        nvcc -x cu -arch=sm_90 -std=c++17 -O3 -DDEVICE_CUDA -DPREC_BF16 -I. -cubin -o "$file" - << 'CUDA' || return
-#include "kernels/common.cuh"
-#include "kernels/attention.cuh"
-void* kept[] = {(void*)attention_forward, (void*)attention_backward};
-CUDA
-    fi
-    "$1" -sass "$file" | awk '/Function :/ { ours = /attention/ } ours && /HMMA/ { n++ } END { print n + 0, "HMMA" }'
-}
-
-has_torch() { $python -c 'import torch' 2> /dev/null; }
-
-export -f build bench sass
-export python logs program steps device
-
-: > $table
-row "gpu_check $(git rev-parse --short HEAD 2> /dev/null)" "$(nvidia-smi --query-gpu=name,driver_version,power.limit \
-    --format=csv,noheader 2> /dev/null || echo "emulated device, tiny sizes: no figure here means anything")" 0
-targets=("${precisions[@]/#/$build/test_ops.}" "$build/test_emu" all)
-step "build" 180 "^built" build "${make_args[@]}" "${targets[@]}" || exit 1
-step "device tests" 60 "passed" "$build/test_emu"
-for precision in "${precisions[@]}"; do
-    step "op tests $precision" 60 "passed" "$build/test_ops.$precision" $filter
-done
-if ! command -v nvcc > /dev/null; then
-    row "tensor cores in SASS" "skipped: no nvcc here" 0
-elif ! cuobjdump=$(find_cuobjdump); then
-    row "tensor cores in SASS" "skipped: no cuobjdump here" 0
-else
-    step "tensor cores in SASS" 120 "^[1-9][0-9]* HMMA" sass "$cuobjdump"
-fi
-for model in "${models[@]}"; do
-    read -r name B T <<< "$model"
-    for precision in "${precisions[@]}"; do
-        [ "$precision" = fp16 ] && continue          # as fast as bf16
-        [ "$name $precision" = "gpt2-xl fp32" ] && continue
-        step "bench $name B=$B T=$T $precision" 60 "^bench: " bench "bench_${name}_$precision" "$name" "$B" "$T" \
-            "$precision"
+# ---------------------------------------------------------------- the rows, what decides most first
+say "gpu_check $(cat "$pack/version")"
+[ -n "$dry" ] || row "machine" 20 clocks
+row "report" 30 bash -c 'train_gpt --report'
+precisions="bf16 fp32 fp16" ops=$(test_ops.fp32 --list)
+if [ -n "$dry" ]; then precisions="fp32 bf16" ops="rmsnorm rope step"; fi
+for precision in $precisions; do
+    for op in $ops; do
+        row "op $precision $op" 20 op_test "$precision" "$op"
     done
-    step "the same from host memory" 60 "^bench: " bench "offload_$name" "$name" "$B" "$T" \
-        "${precisions[1]:-fp32}" -z 3 --offload optimizer,gradients,parameters
-    if [ "$device" = cuda ] && has_torch; then
-        step "torch.compile $name" 120 "^torch" $python dev/torch_gpt2.py -m "$name" -b "$B" -t "$T" -n $steps
-    else
-        row "torch.compile $name" "skipped: no torch here, or no GPU" 0
-    fi
 done
-for file in "$logs"/bench_*.json; do
-    [ -f "$file" ] && row "ceilings: $(basename "$file" .json)" "$(ceilings "$file")" 0
+row "device, cuBLASLt" 30 test_emu
+for model in gpt llama; do
+    row "losses $model fp32" 20 trains_as_cpu $model fp32 1e-5
+    row "losses $model bf16" 20 trains_as_cpu $model bf16 2e-2
+    row "losses $model fp16" 20 trains_as_cpu $model fp16 2e-2
 done
-if $python -c 'import pytest, numpy' 2> /dev/null; then
-    step "trials" 90 "passed" $python -m pytest -q -p no:cacheprovider test/test_trials.py \
-        -k "$device and $trials"
+for model in gpt llama; do
+    row "bits $model twice" 20 same $model twice
+    for level in cheap mlp attention block 2; do row "bits $model -r $level" 15 same $model "r-$level" -r $level; done
+    row "bits $model resumed" 20 resumed $model
+    row "bits $model -z 3" 15 same $model z3 -z 3
+    row "bits $model --offload" 15 same $model offload -z 3 --offload optimizer,gradients,parameters
+    row "bits $model --overlap 0" 15 same $model overlap --overlap 0
+done
+row "bits gpt dropout" 20 dropout_twice
+if [ -n "$dry" ]; then
+    skip "golden gpt2 124M" "too slow in the emulator"
 else
-    row "trials" "skipped: no pytest here" 0
+    row "golden gpt2 124M fp32" 30 golden fp32 1e-4
+    row "golden gpt2 124M bf16" 30 golden bf16 2e-2
 fi
-echo "gpu_check: $num_failed steps failed, $SECONDS s in all; the table is $table"
-[ $num_failed = 0 ]
+
+if command -v compute-sanitizer > /dev/null; then
+    for op in attention matmul optimizer; do row "memcheck $op" 40 sanitized memcheck test_ops.bf16 --op $op; done
+    row "memcheck a run" 40 sanitized memcheck train_gpt -m d2 -d "$pack/data/small" -t 64 -b 2 -n 2 --sample-tokens 0
+    for op in attention layernorm classifier embedding; do
+        row "racecheck $op" 40 sanitized racecheck test_ops.bf16 --op $op
+    done
+    row "synccheck attention" 40 sanitized synccheck test_ops.bf16 --op attention
+else
+    skip "memcheck, racecheck, synccheck" "no compute-sanitizer here"
+fi
+
+if [ -n "$dry" ]; then
+    row "bench d2" 60 bench d2 1 16 -p fp32
+    row "bench d2 --offload" 60 bench d2 1 16 -p fp32 -z 3 --offload optimizer,gradients,parameters
+    row "op bench step" 30 op_bench step
+else
+    row "bench gpt2 B=64" 30 bench gpt2 64 1024 -p bf16
+    row "bench gpt2 B=64 no epilogues" 30 env TRAIN_GPT_EPILOGUES=none bash -c 'bench "$@"' bench gpt2 64 1024 -p bf16
+    row "bench gpt2 B=64 --tune" 40 bench gpt2 64 1024 -p bf16 --tune
+    row "bench gpt2-xl B=16" 40 bench gpt2-xl 16 1024 -p bf16
+    row "bench llama-1b B=16 T=2048" 40 bench llama-1b 16 2048 -p bf16
+    row "bench llama3-8b, 4 layers, T=8192" 40 bench llama3-8b-l4 1 8192 -p bf16 -z 3
+    row "bench gpt2 B=32 fp32" 30 bench gpt2 32 1024 -p fp32
+    row "bench gpt2 B=64 from host memory" 40 bench gpt2 64 1024 -p bf16 -z 3 --offload optimizer,gradients,parameters
+    for op in attention layernorm classifier optimizer; do row "op bench $op" 20 op_bench $op; done
+fi
+
+if command -v ncu > /dev/null; then
+    for kernel in attention_forward_mma attention_backward_q_mma attention_backward_kv_mma; do
+        row "ncu $kernel" 25 profiled $kernel attention
+    done
+else
+    skip "ncu" "no Nsight Compute here"
+fi
+if [ -z "$dry" ] && python3 -c 'import torch' 2> /dev/null; then
+    row "PyTorch eager gpt2 B=64" 40 torch_bench gpt2 64
+    row "PyTorch eager gpt2-xl B=16" 40 torch_bench gpt2-xl 16
+else
+    skip "PyTorch eager" "no torch, or no GPU here"
+fi
+[ -n "$dry" ] || row "machine afterwards" 20 clocks
+
+say "$passed passed, $failed failed, $skipped skipped, $SECONDS s"
+tar -C "$out" -czf "$out/logs.tar.gz" logs
+[ $failed = 0 ]

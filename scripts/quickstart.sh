@@ -34,7 +34,7 @@ step "train: mpirun -np 2 ./train_gpt -z 2 -m d3 -o $out"
 mpirun -np 2 ./train_gpt -z 2 -m d3 -b 4 -n 800 -l 3e-3 --warmup 40 --eval-every 200 --log-every 20 -o "$out"
 
 step "evaluate on the last 5 % of the text"
-model=$(find "$out" -maxdepth 1 -name 'step_*' | sort | tail -n 1)
+model=$(scripts/newest_checkpoint.sh "$out")
 mpirun -np 2 ./train_gpt --eval -m "$model"
 sed -n 's/.*"gzip9_bits_per_byte": \([0-9.]*\).*/gzip -9 packs the same text to \1 bits per byte/p' \
     data/sets/kjv/meta.json

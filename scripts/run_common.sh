@@ -7,7 +7,7 @@
 #   train FLAGS                 the run into $out; resumes from its newest checkpoint if there is one
 #   perplexities MODEL PART     in three conventions, named with each
 #   report                      a page about the run
-# Commands are shown before they run. The launcher is mpirun -np RANKS, or $LAUNCH (set by hosts.sh and slurm.sh).
+# Commands are shown before they run. The launcher is mpirun --quiet -np RANKS, or $LAUNCH (hosts.sh, slurm.sh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 train_gpt=${TRAIN_GPT:-./train_gpt}
@@ -68,7 +68,7 @@ launch() {
     elif [ "$ranks" = 1 ]; then
         show "$train_gpt" "$@"
     else
-        show mpirun -np "$ranks" "$train_gpt" "$@"
+        show mpirun --quiet -np "$ranks" "$train_gpt" "$@"
     fi
 }
 
@@ -188,7 +188,7 @@ train() {
     fi
     merge -d "$shards" -o "$out" --resume auto "$@" "${small[@]}" "${more[@]}"
     launch "${flags[@]}"
-    trained=$(find "$out" -maxdepth 1 -name 'step_*' | sort | tail -n 1)
+    trained=$(scripts/newest_checkpoint.sh "$out")
 }
 
 # perplexities MODEL PART: PART is val or test. A window of T tokens has T targets here; blocks of Hugging Face's

@@ -12,7 +12,8 @@
 #   sbatch --nodes 4 scripts/slurm.sh scripts/run_llama_1b.sh --text /data/shards ...
 #
 # Preparation runs on the first node, the program on all by srun (Slurm's PMIx starts Open MPI's ranks). The folder is
-# shared. A run that is stopped by the time limit resumes from its newest checkpoint when it is submitted again.
+# shared. Two minutes before the time limit SIGTERM ends the run: the step under way is finished, on a GPU also the
+# next, and saved. If that takes longer, raise @120. Submitted again, it resumes from that checkpoint.
 set -euo pipefail
 [ $# -ge 1 ] || { echo "usage: sbatch scripts/slurm.sh scripts/run_NAME.sh [OPTIONS]" >&2; exit 2; }
 cd "${SLURM_SUBMIT_DIR:-.}"

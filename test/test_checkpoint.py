@@ -166,7 +166,7 @@ def test_full_disk(tmp_path, small_disk, ranks):
 
 def test_full_disk_and_the_log(tmp_path, small_disk):
     """No room for a line: reported once, training continues; the file has whole lines only."""
-    (small_disk / "filler").write_bytes(bytes(2**21 - 3 * 4096))
+    (small_disk / "filler").write_bytes(bytes(2**21 - 4 * 4096))
     run = train_gpt(*flags(tmp_path, 80, "-b", 1), out=small_disk / "run", ok=False)
     assert run.code == 1 and "step 80/80" in run.out and len(run.complaint) == 2
     assert "log.jsonl: cannot be written" in run.complaint[0] and "step_00000080 is not saved" in run.complaint[1]
@@ -284,6 +284,74 @@ def test_all_damaged(tmp_path, saved):
     assert run.code == 1 and "every checkpoint there is damaged" in run.complaint[0]
 
 
+def test_nothing_begins_anew(tmp_path, saved):
+    """Where checkpoints have been, `--resume auto` refuses until one is back: at every start, and with the log alone.
+    Where there never was one it begins anew, and keeps the log of that start."""
+    folder, whole = saved
+    out = tmp_path / "run"
+    args = flags(folder, 6, "-b", 12, "--resume", "auto")
+    shutil.copytree(whole.folder, out)
+    for path in out.glob("step_*/state.json"):
+        path.unlink()
+    for _ in range(2):
+        run = train_gpt(*args, out=out, ok=False)
+        assert run.code == 1 and "is damaged, the newest is step_00000006.damaged: bring" in run.complaint[0]
+        assert [entry["step"] for entry in lines_of(out)] == [1, 2, 3, 4, 5, 6]
+    for path in out.glob("step_*"):
+        shutil.rmtree(path)
+    run = train_gpt(*args, out=out, ok=False)
+    assert run.code == 1 and "its log says that there was one of step 6" in run.complaint[0]
+    log = (out / "log.jsonl").read_text()
+    (out / "log.jsonl").write_text("".join(line for line in log.splitlines(True) if "saved" not in line))
+    run = train_gpt(*args, out=out)
+    assert f"kept as {out / 'log.jsonl.1'}" in run.out and run.log[-1]["state_hash"] == whole.log[-1]["state_hash"]
+    assert [entry["step"] for entry in lines_of(out)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_another_disk(tmp_path, saved):
+    """A checkpoint that is a link to a folder which is not there now is not damaged: nothing is renamed."""
+    folder, whole = saved
+    out = tmp_path / "run"
+    shutil.copytree(whole.folder, out)
+    shutil.rmtree(out / "step_00000006")
+    (out / "step_00000006").symlink_to(tmp_path / "not mounted")
+    run = train_gpt("--resume", "auto", *flags(folder, 6, "-b", 12)[3:], out=out, ok=False)
+    assert run.code == 1 and "a link to a folder that is not mounted?" in run.complaint[0]
+    assert checkpoints(out) == checkpoints(whole.folder)
+
+
+# ---- what is removed --------------------------------------------------------------------------------------------
+def test_links_are_not_followed(tmp_path):
+    """A checkpoint on another disk, with a link to it in its place: --keep removes the link. The same of what a killed
+    save seems to have left."""
+    out, disk = tmp_path / "run", tmp_path / "disk"
+    args = ["-b", 4, "--save-every", 2, "--keep", 1, "--resume", "auto"]
+    train_gpt(*flags(tmp_path, 2, *args), out=out)
+    (out / "step_00000002").rename(disk)
+    (out / "step_00000002").symlink_to(disk)
+    (out / "step_00000004.tmp").symlink_to(disk)
+    before = sorted(path.name for path in disk.iterdir())
+    run = train_gpt(*flags(tmp_path, 6, *args), out=out)
+    assert "step_00000002: step 2" in run.out and run.complaint == [] and checkpoints(out) == ["step_00000006"]
+    assert sorted(path.name for path in disk.iterdir()) == before != []
+
+
+def test_what_is_not_ours_stays(tmp_path):
+    """A file that NFS keeps for another process, one of the Finder's or a folder in a checkpoint that --keep removes:
+    said and left; saves and starts go on."""
+    out = tmp_path / "run"
+    args = ["-b", 4, "--save-every", 1, "--keep", 1, "--resume", "auto"]
+    train_gpt(*flags(tmp_path, 1, *args), out=out)
+    (out / "step_00000001" / ".nfs0001").touch()
+    run = train_gpt(*flags(tmp_path, 2, *args), out=out)
+    assert len(run.complaint) == 1 and "step_00000001.tmp/.nfs0001: cannot be removed and stays" in run.complaint[0]
+    (out / "step_00000003.tmp" / "mine").mkdir(parents=True)
+    run = train_gpt(*flags(tmp_path, 4, *args), out=out)
+    assert len(run.complaint) == 2 and "step_00000003.tmp/mine: cannot be removed and stays" in run.err
+    assert checkpoints(out) == ["step_00000001.tmp", "step_00000003.tmp", "step_00000004"]
+    assert {path.name for path in out.glob("step_*.tmp/*")} == {".nfs0001", "mine"}
+
+
 # ---- anywhere ---------------------------------------------------------------------------------------------------
 def test_resume_anywhere(tmp_path, device):
     """1 rank, 3, 5, 2, 1, each at another stage, and 3 at stage 0: the losses of an unbroken run, files of one size,
@@ -326,6 +394,25 @@ def test_hosts_without_a_shared_folder(tmp_path, stage):
     for path in out.glob("step_*/*"):
         assert saved_bytes(path) == saved_bytes(whole.folder / path.parent.name / path.name), path
     assert [entry["loss"] for entry in lines_of(out)] == whole.series("loss")
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_old_copy_on_another_host(tmp_path, damaged):
+    """The second rank's host has a folder of the run's name, with another run's checkpoints: they are not read, and
+    the first host's are not taken for damaged."""
+    args = ["--save-every", 2]
+    for host, seed in (0, 1), (1, 2):
+        train_gpt(*flags(tmp_path, 4, *args, "-s", seed, "-b", 12), out=tmp_path / f"host{host}" / "run")
+    if damaged:
+        (tmp_path / "host1" / "run" / "step_00000004" / "state.json").unlink()
+    apart = ["sh", "-c", 'cd host$OMPI_COMM_WORLD_RANK; exec "$@"', "_"]
+    run = train_gpt(*flags(tmp_path, 6, *args, "-s", 1, "-b", 6, "-o", "run", "--resume", "auto"), ranks=2,
+                    wrapper=apart, cwd=tmp_path)
+    assert "step_00000004: step 4" in run.out and "-o run is not on all hosts" in run.out
+    assert checkpoints(tmp_path / "host0" / "run") == ["step_00000002", "step_00000004", "step_00000006"]
+    whole = train_gpt(*flags(tmp_path, 6, *args, "-s", 1, "-b", 12), out=tmp_path / "whole")
+    losses = [entry["loss"] for entry in lines_of(tmp_path / "host0" / "run")]
+    assert losses == pytest.approx(whole.series("loss"), rel=1e-6)
 
 
 # ---- the rest ---------------------------------------------------------------------------------------------------
@@ -425,3 +512,21 @@ def test_changes_are_said(tmp_path):
     said = re.findall(r"^        --(\S+) is (\S+), was (\S*)$", rest.out, re.M)
     assert sorted(said) == [("clip", "0.5", "1"), ("param-group", "*.bias:lr=0.5", ""), ("spike-window", "50", "100"),
                             ("steps", "6", "4"), ("weight-decay", "0.2", "0.1")]
+
+
+def test_seed_of_any_size(tmp_path):
+    """The largest seed is whole in state.json (as text), run.json and the log; a number, as older versions wrote it, is
+    read too."""
+    seed, args = (1 << 63) - 1, flags(tmp_path, 4, "--save-every", 2)
+    run = train_gpt(*args, "-s", seed, out=tmp_path / "run")
+    state = json.loads((run.checkpoint(2) / "state.json").read_text())
+    assert state["seed"] == str(seed)
+    assert f"--seed={seed}" in json.loads((run.folder / "run.json").read_text())["arguments"]
+    assert json.loads((run.folder / "log.jsonl").read_text().splitlines()[0])["run"]["seed"] == seed
+    rest = train_gpt(*args, "-s", seed, "--resume", run.checkpoint(2), out=tmp_path / "rest")
+    assert "--seed is" not in rest.out and rest.log[-1]["state_hash"] == run.log[-1]["state_hash"]
+    state = {key: value for key, value in state.items() if key not in ("check", "files", "tensors")}
+    state.update(format=1, seed=41)
+    (run.checkpoint(2) / "state.json").write_text(json.dumps(state))
+    other = train_gpt(*args, "-s", seed, "--resume", run.checkpoint(2), out=tmp_path / "other")
+    assert f"--seed is {seed}, was 41" in other.out

@@ -257,6 +257,16 @@ def test_zero2_fp16_runs(folder):
     assert lrs == pytest.approx([3e-5 * math.log(s + 1) / math.log(10) for s in range(3)], rel=2e-3)
 
 
+def test_scale_power_of_older_files(folder):
+    """2^32 was DeepSpeed's default, and 2^127 is the largest that a float holds."""
+    for power in (32, 127):
+        (folder / "scale.json").write_text(json.dumps({"train_batch_size": 1, "fp16": {"enabled": True,
+                                                       "initial_scale_power": power}}))
+        run = train_gpt("--print-config", "--config", folder / "scale.json", ok=None)
+        assert run.code == 0, run.err
+        assert re.search(rf"--initial-scale-power\s+{power}\b", run.out), run.out
+
+
 def test_bf16_zero2_offload(folder):
     run, flags, keys = read(folder, BF16_ZERO2_OFFLOAD.replace('"cpu"', '"nvme"'), ok=False)
     assert run.code == 2 and "zero_optimization.offload_optimizer.device: nvme: have cpu, or none" in run.complaint[0]

@@ -126,3 +126,30 @@ def test_calls_and_bytes_of_a_step(tmp_path, monkeypatch, family, flags, B=16):
             wrong.append(ops)
     assert wrong == []
     assert {row[1] for row in rows} == {row[1] for row in rows for ops, _, _ in GROUPS if re.fullmatch(ops, row[1])}
+
+
+# ---- sizes that a plan does not walk through ----------------------------------------------------------------------
+def gathered(folder, *more):
+    """MiB of parameters that a rank's step gathers at stage 3."""
+    run = train_gpt("--plan", "-m", folder, "-d", folder / "data", "-z", 3, "--ranks", 4, *more, timeout=20)
+    return float(re.search(r"all-gather of parameters (\S+),", run.out)[1])
+
+
+def test_many_micro_steps(tmp_path):
+    """Each micro-step but the first gathers the same, also the millionth, and the plan of that many is as quick."""
+    folder = model_folder(tmp_path / "m", "gpt2", tokens=9000)
+    few = [gathered(folder, "-g", g) for g in (1, 2, 10, 110)]
+    assert few[0] > 0 and few[1] > 0
+    each = (few[3] - few[2]) / 100
+    assert few[2] == pytest.approx(few[1] + 8 * each, abs=0.02)
+    assert gathered(folder, "-g", 1 << 20) == pytest.approx(few[2] + ((1 << 20) - 10) * each, rel=2e-3)
+
+
+def test_many_rows_and_steps(tmp_path):
+    """The head's chunks of a huge micro-batch are not walked one by one, nor the steps of a ramp that hardly rises."""
+    folder = model_folder(tmp_path / "m", "gpt2", tokens=9000)
+    few, many = (flops_of(costs(folder, "-b", b), product="head") for b in (1 << 10, 1 << 20))
+    assert many == pytest.approx(1024 * few, rel=1e-5)
+    run = train_gpt("--plan", "-m", folder, "-d", folder / "data", "-b", 1, "-g", 4, "-n", "9223372036854775807",
+                    "--batch-ramp", f"1:{1 << 40}", timeout=20)
+    assert re.search(r"steps   9223372036854775807 = 6\.56e\+16 epochs|= 6\d{16}\.\d\d epochs", run.out), run.out

@@ -35,7 +35,7 @@ static const char* in_folder(const char* name)
 
 static void write_file(const char* path, const void* data, size_t size_bytes)
 {
-    json_write_text(path, (const char*)data, size_bytes);
+    file_write(path, (const char*)data, size_bytes);
 }
 
 /* Runs f(argument) in a child. True if it ended with exit code 1 and one line on stderr that holds `words`. */

@@ -30,6 +30,11 @@ static const MatmulCase matmul_cases[] = {
     {"bf16 gradient of the bias from A", BF, BF, false, true, CUBLASLT_ORDER_COL, 1, CUBLASLT_EPILOGUE_BGRADA, 1, 0},
 };
 
+#ifdef DEVICE_CUDA
+static const bool IS_EMULATED = false;
+#else
+static const bool IS_EMULATED = true;
+#endif
 static const int LT_M = 24, LT_N = 9, LT_K = 13, LT_AUX_LD = 24;
 static const size_t LT_ELEMS = 3 * 24 * 13, LT_WORKSPACE_BYTES = 1 << 20;
 
@@ -98,7 +103,8 @@ static bool lt_compare(const MatmulCase* c, const MatmulArrays* in, const void* 
 {
     bool a_t = c->trans_a, b_t = c->trans_b, ok = true;
     int e = c->epilogue;
-    float tolerance = c->out_type == SF ? 1e-5f : c->out_type == HF ? 1e-3f : 8e-3f;
+    const bool fast_tanh = !IS_EMULATED && e < 256 && (e & (32 | 64)) != 0;      // cuBLASLt's may be the GPU's own
+    float tolerance = c->out_type == HF || (c->out_type == SF && fast_tanh) ? 1e-3f : c->out_type == SF ? 1e-5f : 8e-3f;
     for (int i = 0; i < c->batch * LT_M * LT_N; i++) {
         int batch = i / (LT_M * LT_N), row = i / LT_N % LT_M, col = i % LT_N;
         float sum = 0;
@@ -166,7 +172,11 @@ static void test_matmul_case(cublasLtHandle_t handle, const MatmulCase* c)
         download(h_aux, (char*)aux, sizeof h_aux);
         ok = lt_compare(c, &in, h_d, h_bias, h_aux);
     }
-    report(ok, "cublasLtMatmul %s", c->name);
+    const bool refused = status != CUBLAS_STATUS_SUCCESS || num_plans == 0;
+    if (refused && !IS_EMULATED && epilogue != CUBLASLT_EPILOGUE_DEFAULT)       // the program then fuses nothing
+        printf("skipped cublasLtMatmul %s: this cuBLASLt does not have it\n", c->name);
+    else
+        report(ok, "cublasLtMatmul %s", c->name);
     void* const arrays[] = {a, b, d, bias, aux, workspace};
     for (void* p : arrays) CUDA_CHECK(cudaFree(p));
     LT_CHECK(cublasLtMatmulPreferenceDestroy(preference));

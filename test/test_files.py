@@ -58,7 +58,7 @@ def test_memory(models, tmp_path, stage, ranks):
     (large, size_bytes), (small, _) = models
     share = size_bytes if stage < 3 else size_bytes / ranks + 2 * size_bytes / 12
     used, base = (peak_bytes(model, tmp_path / model.name, "-z", stage, ranks=ranks) for model in (large, small))
-    assert share < used - base < 1.2 * share
+    assert 0.99 * share < used - base < 1.2 * share
     before, after = weights(large), weights(tmp_path / "large")
     assert all(np.array_equal(after[key], before[key]) for key in before)
 

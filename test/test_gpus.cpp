@@ -112,6 +112,10 @@ int main(void)
     check(gpu_generic("X", 13, 0, 16, 1, 0, 8).tensor16_tflops == gpu_generic("X", 12, 0, 16, 1, 0, 8).tensor16_tflops,
           "generation", "13.0", "not that of 12.0");
     check(gpu_generic("X", 9, 0, 132, 0, 0, 80).tensor16_tflops == 0, "no clock", "X", "a peak");
+    // A GPU for each rank of the host, or the only one that each sees; else too few.
+    check(gpu_of_rank(8, 3, 8) == 3 && gpu_of_rank(8, 3, 4) == 3, "own GPU", "of 8", "not its place on the host");
+    check(gpu_of_rank(1, 3, 8) == 0 && gpu_of_rank(1, 0, 1) == 0, "own GPU", "of 1", "not the only one");
+    check(gpu_of_rank(2, 3, 4) == -1, "own GPU", "of 2", "one for 4 ranks");
     printf("%d passed, %d failed\n", num_passed, num_failed);
     return num_failed > 0;
 }

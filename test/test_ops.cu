@@ -2,6 +2,8 @@
  *   test_ops [FILTER]          checks the rows whose name contains FILTER; all without one
  *   test_ops --traffic         counts what ops move, against their cost lines (checked emulated build)
  *   test_ops --bench [FILTER]  times the bench rows, in percent of what memory gives
+ *   test_ops --op OP           checks the rows of one op, so that an error of the device ends no other (gpu_check.sh)
+ *   test_ops --list            prints the ops
  * Built with -DOP_TESTS; optest.h explains the rule that decides. Exit code 1 when a row fails. */
 #ifndef OP_TESTS
 #define OP_TESTS
@@ -29,6 +31,12 @@
 #ifdef EMU_CHECK
 #include "test_emu_traffic.h"
 #endif
+
+/* The tables of rows, in the order in which they run. */
+#define OPS(O) \
+    O(embedding) O(layernorm) O(rmsnorm) O(rope) O(swiglu) O(activation) O(dropout) O(matmul) O(attention) \
+    O(attention_cached) O(classifier) O(accumulate) O(progress) O(global_norm) O(step) O(values) O(optimizer) \
+    O(lamb) O(storage) O(muon)
 
 /* What memory gives when nothing is computed: the mark that ops bound by bandwidth are judged against. On the CPU two
  * reads and a write per element (AdamW and layernorm look like that), on a GPU a copy. */
@@ -66,8 +74,13 @@ int main(int argc, char** argv)
 #ifdef EMU_CHECK
     if (argc == 2 && strcmp(argv[1], "--traffic") == 0) return traffic_main();
 #endif
-    const bool bench = argc > 1 && strcmp(argv[1], "--bench") == 0;
-    const char* filter = argc > 1 + bench ? argv[1 + bench] : "";
+    if (argc == 2 && strcmp(argv[1], "--list") == 0) {
+#define PRINT(op) puts(#op);
+        OPS(PRINT)
+        return 0;
+    }
+    const bool bench = argc > 1 && strcmp(argv[1], "--bench") == 0, one = argc == 3 && strcmp(argv[1], "--op") == 0;
+    const char *only = one ? argv[2] : nullptr, *filter = one || argc < 2 + bench ? "" : argv[1 + bench];
     OpTotals totals = {};
     double memory_gbps = 0;
     if (bench) {
@@ -75,26 +88,9 @@ int main(int argc, char** argv)
         printf("floatX %s, memory %.1f GB/s, %d threads\n", FLOATX_NAME, memory_gbps, op_threads());
     }
     matmul_init();
-    op_table(embedding_tests, filter, bench, memory_gbps, &totals);
-    op_table(layernorm_tests, filter, bench, memory_gbps, &totals);
-    op_table(rmsnorm_tests, filter, bench, memory_gbps, &totals);
-    op_table(rope_tests, filter, bench, memory_gbps, &totals);
-    op_table(swiglu_tests, filter, bench, memory_gbps, &totals);
-    op_table(activation_tests, filter, bench, memory_gbps, &totals);
-    op_table(dropout_tests, filter, bench, memory_gbps, &totals);
-    op_table(matmul_tests, filter, bench, memory_gbps, &totals);
-    op_table(attention_tests, filter, bench, memory_gbps, &totals);
-    op_table(attention_cached_tests, filter, bench, memory_gbps, &totals);
-    op_table(classifier_tests, filter, bench, memory_gbps, &totals);
-    op_table(accumulate_tests, filter, bench, memory_gbps, &totals);
-    op_table(progress_tests, filter, bench, memory_gbps, &totals);
-    op_table(global_norm_tests, filter, bench, memory_gbps, &totals);
-    op_table(step_tests, filter, bench, memory_gbps, &totals);
-    op_table(values_tests, filter, bench, memory_gbps, &totals);
-    op_table(optimizer_tests, filter, bench, memory_gbps, &totals);
-    op_table(lamb_tests, filter, bench, memory_gbps, &totals);
-    op_table(storage_tests, filter, bench, memory_gbps, &totals);
-    op_table(muon_tests, filter, bench, memory_gbps, &totals);
+#define RUN(op) \
+    if (only == nullptr || strcmp(only, #op) == 0) op_table(op##_tests, filter, bench, memory_gbps, &totals);
+    OPS(RUN)
     matmul_free();
     if (bench) return 0;
     printf("%d passed, %d failed", totals.num_passed, totals.num_failed);

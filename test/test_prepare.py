@@ -362,6 +362,29 @@ def test_same_ids_as_tokenizers(kind, added, tmp_path, test_data):
         assert decoded.decode() == tokenizer.decode(want, skip_special_tokens=False)
 
 
+@pytest.mark.parametrize("config,id", [({}, 600), ({"eos_token": {"content": "!"}, "add_prefix_space": True}, 700)])
+def test_vocab_and_merges(prepared, tmp_path, test_data, config, id):
+    """Read as one tokenizer by the program and by prepare.py, as transformers reads them: with the tokens that the
+    files beside them add. Another class than GPT-2's would cut a text in another way."""
+    text, out, _ = prepared
+    Tokenizer.from_file(os.path.join(out, "tokenizer.json")).model.save(str(tmp_path))
+    added = {"content": "<|end|>", "special": True, "normalized": False}
+    if config:
+        config = {**config, "tokenizer_class": "GPT2TokenizerFast", "added_tokens_decoder": {"700": added}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    else:
+        (tmp_path / "added_tokens.json").write_text('{"<|end|>": 600}')
+    (tmp_path / "book.txt").write_text(make_text(300))
+    texts = ["It's the 12th <|endoftext|> of\n\n many  words, naïve 東京", " a <|end|>b"]
+    program = [ids for ids, _ in encode_by_c(test_data, tmp_path, texts)]
+    assert id in program[1] and 0 in program[0]
+    tokenizer = prepare.tokenizer_load(str(tmp_path))
+    assert [[600 if i == id else i for i in ids] for ids in program] == [tokenizer.encode(t).ids for t in texts]
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    said = run_prepare(tmp_path / "book.txt", "--tokenizer", tmp_path, "--out", tmp_path / "o", code=1)
+    assert "Qwen2Tokenizer" in said
+
+
 # ---------------------------------------------------------------- safetensors.h against the safetensors library
 
 def test_resave_gives_the_same_bytes(tmp_path, test_data):

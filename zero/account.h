@@ -6,14 +6,12 @@
 /* Bytes this rank sends in one step, by the same arithmetic as the collectives. */
 typedef struct SentBytes { size_t gradients, parameters, sums, optimizer; } SentBytes;
 
-/* Elements that are gathered into the double buffer in one step: a dry run of zero_params_begin. */
-static size_t buffered_gather_elems(const Zero* z)
+/* Elements that are gathered into the double buffer in one micro-step: a dry run of zero_params_begin. */
+static size_t micro_step_gather_elems(const Zero* z, int (&cached)[UNIT_BUFFERS])
 {
     const Buckets* buckets = &z->param_buckets;
-    int cached[UNIT_BUFFERS] = {-1, -1};
     size_t elems = 0;
-    for (int i = 0; i < z->num_micro_steps * z->num_visits; i++) {
-        int visit = i % z->num_visits;
+    for (int visit = 0; visit < z->num_visits; visit++) {
         for (int b : {buckets->of_unit[z->visits[visit]], next_buffered_bucket(z, visit)}) {
             if (!bucket_is_buffered(buckets, b) || cached[buckets->buffer[b]] == b) continue;
             cached[buckets->buffer[b]] = b;
@@ -21,6 +19,14 @@ static size_t buffered_gather_elems(const Zero* z)
         }
     }
     return elems;
+}
+
+/* The same in one step. Every micro-step but the first begins with what the one before has left. */
+static size_t buffered_gather_elems(const Zero* z)
+{
+    int cached[UNIT_BUFFERS] = {-1, -1};
+    const size_t first = micro_step_gather_elems(z, cached), later = micro_step_gather_elems(z, cached);
+    return first + (size_t)(z->num_micro_steps - 1) * later;
 }
 
 static SentBytes zero_sent_bytes(const Zero* z)

@@ -3,10 +3,11 @@
  *                     model.safetensors      weights (the fp32 master where there is one), HF names and shapes
  *                     optimizer.safetensors  NAME.m, NAME.v ... for each tensor, fp32: the optimizer's states
  *                     state.json             step, data position, counters, settings (RunState), and checksums
- *                     tokenizer.json         if there is one
+ *                     tokenizer.json ...     the other small files of the model's folder (data/model_files.h)
  * Any rank count and stage resumes any other: each rank reads its slice, and at stage 0 receives the other slices from
  * the ranks that read them. save.h writes checkpoints while training continues. A folder named exactly step_N is
- * complete; if its state.json is missing it is damaged.
+ * complete; if its state.json is missing it is damaged. Damaged is what has a wrong checksum, size or syntax, or lacks
+ * a file. What cannot be read now is not (error.h): it ends the run, and nothing is renamed.
  *
  * Checksums, in state.json, each 16 hex digits:
  *   "tensors"  of every tensor of both files: tensor_sum (weights.h), the same for any number of ranks
@@ -50,27 +51,34 @@ static const char* hex_text(uint64_t x, char (&text)[HEX_BYTES])
     return text;
 }
 
-/* {"bytes": 12, "hash": "..."} of a file: of all of it, of a .safetensors file of its header. */
+/* The text of a file; of a .safetensors file that of its header. */
+static char* print_text(const char* path, size_t* length, size_t* num_bytes)
+{
+    size_t n = strlen(path), suffix = strlen(".safetensors");
+    if (n <= suffix || strcmp(path + n - suffix, ".safetensors") != 0) {
+        char* text = file_read(path, length);
+        *num_bytes = *length;
+        return text;
+    }
+    SafeFile file = {};
+    struct stat info;
+    file.path = (char*)path;
+    file.fd = file_hold(file_open(path));
+    ENSURE(fstat(file.fd, &info) == 0, "%s: cannot be examined: %s", path, strerror(errno));
+    *num_bytes = file.num_bytes = (size_t)info.st_size;
+    char* text = safe_read_header(&file, length);
+    file_give_back(file.fd);
+    return text;
+}
+
+/* {"bytes": 12, "hash": "..."} of a file. */
 static cJSON* file_print(const char* path)
 {
-    size_t n = strlen(path), suffix = strlen(".safetensors"), length;
+    size_t length, num_bytes;
     char hex[HEX_BYTES];
-    char* text;
-    struct stat info;
-    ENSURE(stat(path, &info) == 0, "%s: is missing or cannot be read: %s", path, strerror(errno));
-    if (n > suffix && strcmp(path + n - suffix, ".safetensors") == 0) {
-        SafeFile file = {};
-        file.path = (char*)path;
-        file.num_bytes = (size_t)info.st_size;
-        file.fd = open(path, O_RDONLY | O_CLOEXEC);
-        ENSURE(file.fd >= 0, "%s: cannot be opened: %s", path, strerror(errno));
-        text = safe_read_header(&file, &length);
-        close(file.fd);
-    } else {
-        text = json_read_file(path, &length);
-    }
+    char* text = print_text(path, &length, &num_bytes);
     cJSON* print = json_new_object();
-    json_add_int(print, "bytes", (long long)info.st_size);
+    json_add_int(print, "bytes", (long long)num_bytes);
     json_add_string(print, "hash", hex_text(fnv1a64(text, length), hex));
     free(text);
     return print;
@@ -80,15 +88,15 @@ static cJSON* file_print(const char* path)
 static void add_file_prints(cJSON* j, const char* folder)
 {
     cJSON* files = json_add_object(j, "files");
-    DIR* dir = opendir(folder);
-    ENSURE(dir != nullptr, "%s: cannot be read: %s", folder, strerror(errno));
-    for (struct dirent* entry; (entry = readdir(dir)) != nullptr; ) {
-        if (entry->d_name[0] == '.' || strcmp(entry->d_name, "state.json") == 0) continue;
+    DIR* dir = folder_open(folder);
+    ENSURE(dir != nullptr, "%s: is not there any more", folder);
+    for (const char* name; (name = folder_next(dir, folder)) != nullptr; ) {
+        if (name[0] == '.' || strcmp(name, "state.json") == 0) continue;
         char path[4096 + 300];
-        snprintf(path, sizeof path, "%s/%s", folder, entry->d_name);
-        cJSON_AddItemToObject(files, entry->d_name, file_print(path));
+        snprintf(path, sizeof path, "%s/%s", folder, name);
+        cJSON_AddItemToObject(files, name, file_print(path));
     }
-    closedir(dir);
+    folder_close(dir);
 }
 
 static uint64_t json_hash(const cJSON* j)
@@ -100,32 +108,39 @@ static uint64_t json_hash(const cJSON* j)
     return hash;
 }
 
+/* Is this file as state.json says, in `want`? */
+static void file_print_check(const char* path, const cJSON* want)
+{
+    cJSON* have = (cJSON*)hold(file_print(path), json_delete_held);
+    long long have_bytes = json_int(have, "bytes", 0, JSON_MAX_INT, path);
+    long long want_bytes = json_int(want, "bytes", 0, JSON_MAX_INT, path);
+    ENSURE_INTACT(have_bytes == want_bytes, "%s: has %lld bytes, was written with %lld", path, have_bytes, want_bytes);
+    ENSURE_INTACT(cJSON_Compare(have, want, true), "%s: is not as it was written: its checksum is %s, state.json says "
+                  "%s", path, json_string(have, "hash", path), json_string(want, "hash", path));
+    give_back(have);
+}
+
 /* state.json, after checking its checksum and those of all other files; checksums of tensors are checked on load. */
 static cJSON* checkpoint_open(const char* folder)
 {
     char path[4200], file[4200], hex[HEX_BYTES];
+    ENSURE(file_exists(folder), "%s: is not there: a link to a folder that is not mounted?", folder);
     snprintf(path, sizeof path, "%s/state.json", folder);
-    cJSON* j = json_parse_file(path);
-    long long format = json_int(j, "format", 1, JSON_MAX_INT, path);
-    if (format != 2) return j;   // load_counters refuses later formats
+    cJSON* j = (cJSON*)hold(json_parse_file(path), json_delete_held);
     cJSON* check = cJSON_DetachItemFromObjectCaseSensitive(j, "check");
     const char* says = cJSON_IsString(check) ? check->valuestring : "nothing";
-    ENSURE(strcmp(says, hex_text(json_hash(j), hex)) == 0,
-           "%s: is not as it was written: its checksum is %s, it says %s", path, hex, says);
+    long long format = json_int_or(j, "format", 2, 1, JSON_MAX_INT, path);   // load_counters refuses later ones
+    ENSURE_INTACT(strcmp(says, hex_text(json_hash(j), hex)) == 0 || (check == nullptr && format != 2),
+                  "%s: is not as it was written: its checksum is %s, it says %s", path, hex, says);
     cJSON_Delete(check);
-    for (const cJSON* want = json_object(j, "files", path)->child; want != nullptr; want = want->next) {
+    const cJSON* files = format == 2 ? json_object(j, "files", path) : nullptr;
+    for (const cJSON* want = files != nullptr ? files->child : nullptr; want != nullptr; want = want->next) {
         ENSURE(strchr(want->string, '/') == nullptr, "%s: \"files\" names %s, which is in another folder", path,
                want->string);
         snprintf(file, sizeof file, "%s/%s", folder, want->string);
-        cJSON* have = file_print(file);
-        long long have_bytes = json_int(have, "bytes", 0, JSON_MAX_INT, file);
-        long long want_bytes = json_int(want, "bytes", 0, JSON_MAX_INT, file);
-        ENSURE(have_bytes == want_bytes, "%s: has %lld bytes, was written with %lld", file, have_bytes, want_bytes);
-        ENSURE(cJSON_Compare(have, want, true), "%s: is not as it was written: its checksum is %s, state.json says %s",
-               file, json_string(have, "hash", file), json_string(want, "hash", file));
-        cJSON_Delete(have);
+        file_print_check(file, want);
     }
-    return j;
+    return (cJSON*)hand_over(j);
 }
 
 // ------------------------------------------------------------------------------------------------------------ find
@@ -145,13 +160,13 @@ static int checkpoint_list(const char* out, bool complete, long long** steps)
 {
     int count = 0, room = 0;
     *steps = nullptr;
-    DIR* dir = opendir(out);
+    DIR* dir = folder_open(out);
     if (dir == nullptr) return 0;
-    for (struct dirent* entry; (entry = readdir(dir)) != nullptr; ) {
-        long long step = checkpoint_step(entry->d_name);
+    for (const char* name; (name = folder_next(dir, out)) != nullptr; ) {
+        long long step = checkpoint_step(name);
         char file[4096 + 300];
-        snprintf(file, sizeof file, "%s/%s/state.json", out, entry->d_name);
-        if (step < 0 || (complete && access(file, R_OK) != 0)) continue;
+        snprintf(file, sizeof file, "%s/%s/state.json", out, name);
+        if (step < 0 || (complete && !file_exists(file))) continue;
         if (count == room) {
             room = 2 * room + 8;
             *steps = (long long*)realloc(*steps, room * sizeof **steps);
@@ -161,7 +176,7 @@ static int checkpoint_list(const char* out, bool complete, long long** steps)
         for (; i > 0 && (*steps)[i - 1] < step; i--) (*steps)[i] = (*steps)[i - 1];
         (*steps)[i] = step;
     }
-    closedir(dir);
+    folder_close(dir);
     return count;
 }
 
@@ -176,7 +191,7 @@ static bool checkpoint_find(const char* folder, bool complete, char (&path)[4096
 {
     char file[4200];
     snprintf(file, sizeof file, "%s/state.json", folder);
-    if (access(file, R_OK) == 0) {
+    if (file_exists(file)) {
         snprintf(path, sizeof path, "%s", folder);
         return true;
     }
@@ -230,7 +245,7 @@ static void lines_join(char (&text)[sizeof RunState::flags], const cJSON* list)
 static void state_json_write(const RunState* s, const Zero* z, const uint64_t* sums, const char* folder)
 {
     char path[4200], name[STATE_NAME_BYTES], hex[HEX_BYTES];
-    cJSON* j = json_new_object();
+    cJSON* j = (cJSON*)hold(json_new_object(), json_delete_held);
     json_add_int(j, "format", 2);
     json_add_int(j, "step", (long long)s->step);
     json_add_int(j, "position_windows", (long long)s->position_windows);
@@ -242,7 +257,7 @@ static void state_json_write(const RunState* s, const Zero* z, const uint64_t* s
         json_add_int(j, "num_good_steps", s->num_good_steps);
         json_add_int(j, "hysteresis_left", s->hysteresis_left);
     }
-    json_add_int(j, "seed", (long long)s->seed);
+    json_add_int64(j, "seed", (long long)s->seed);
     json_add_int(j, "seq_len", (long long)s->seq_len);
     json_add_int(j, "global_batch", (long long)s->global_batch);
     cJSON* spikes = json_add_object(j, "spikes");
@@ -272,7 +287,7 @@ static void state_json_write(const RunState* s, const Zero* z, const uint64_t* s
     json_add_string(j, "check", hex_text(json_hash(j), hex));
     snprintf(path, sizeof path, "%s/state.json", folder);
     json_write_file(path, j);
-    cJSON_Delete(j);
+    give_back(j);
 }
 
 // ------------------------------------------------------------------------------------------------------------ load
@@ -308,7 +323,7 @@ static void load_counters(const CheckpointLoad* l)
     s->has_loss_scale = s->loss_scale > 0;
     s->num_good_steps = (int)json_int_or(j, "num_good_steps", 0, 0, INT_MAX, path);
     s->hysteresis_left = (int)json_int_or(j, "hysteresis_left", 0, 0, INT_MAX, path);
-    s->seed = (unsigned long long)json_int(j, "seed", 0, JSON_MAX_INT, path);
+    s->seed = (unsigned long long)json_int64(j, "seed", path);
     s->seq_len = (size_t)json_int(j, "seq_len", 1, JSON_MAX_INT, path);
     s->global_batch = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);
     s->fp32_weights = strcmp(json_string_or(j, "master", "fp32", path), "bf16") != 0;
@@ -368,37 +383,40 @@ static void load_verify(void* arg)
             if (!tensor_is_first_piece(t) || !state_is_kept(l->zero, state, t)) continue;
             state_name(name, l->zero, t, state);
             const char* want = json_string(tensors, name, l->folder);
-            ENSURE(strcmp(want, hex_text(l->sums[state * s->num_tensors + i], hex)) == 0,
-                   "%s/%s.safetensors: tensor %s is not as it was written: its checksum is %s, state.json says %s",
-                   l->folder, state == STATE_WEIGHTS ? "model" : "optimizer", name, hex, want);
+            ENSURE_INTACT(strcmp(want, hex_text(l->sums[state * s->num_tensors + i], hex)) == 0,
+                          "%s/%s.safetensors: tensor %s is not as it was written: its checksum is %s, state.json says "
+                          "%s", l->folder, state == STATE_WEIGHTS ? "model" : "optimizer", name, hex, want);
         }
     }
 }
 
-/* Loads weights from a checkpoint and, unless state is null, optimizer states and counters; each rank reads its slices.
- * If the checkpoint is damaged: false, the reason in `why`, the same on every rank, and what was read must not be used.
- * A checkpoint of another model or optimizer ends the run. read_bytes: of tensors, by this rank. */
-static bool checkpoint_load(Zero* z, const char* folder, bool tied, RunState* state, size_t* read_bytes,
-                            char (&why)[1024])
+/* Loads weights from a checkpoint and, unless state is null, optimizer states and counters; each rank reads its slices,
+ * or rank 0 reads for all. The outcome is the same on every rank, with its sentence in `why`; unless it is WELL, what
+ * was read must not be used. A checkpoint of another model or optimizer ends the run. read_bytes: of tensors, by this
+ * rank. */
+static Outcome checkpoint_load(Zero* z, const char* folder, bool tied, RunState* state, size_t* read_bytes,
+                               char (&why)[1024])
 {
-    const bool shared = all_ranks_see(z->comm, folder);
+    const bool shared = folder_is_shared(z->comm, folder);
     CheckpointLoad l = {z, folder, tied, state == nullptr, shared, shared || z->comm->rank == 0, nullptr, state,
                         nullptr, 0};
     size_t num_sums = (size_t)NUM_STATES * z->shard->num_tensors;
     l.sums = (uint64_t*)malloc_checked(num_sums * sizeof *l.sums);
     memset(l.sums, 0, num_sums * sizeof *l.sums);
-    bool well = comm_all_well(z->comm, attempt(load_open, &l, why), why);
-    if (well) l.read_bytes = weights_read(z, folder, tied, l.sums);
-    if (well && state != nullptr) {
-        if (l.reads) load_counters(&l);
-        comm_broadcast_host(z->comm, state, sizeof *state);
-        load_optimizer(&l);
+    Outcome outcome = comm_outcome(z->comm, attempt(load_open, &l, why), why);
+    if (outcome == Outcome::WELL) {
+        l.read_bytes = weights_read(z, folder, tied, shared, l.sums);
+        if (state != nullptr) {
+            if (l.reads) load_counters(&l);
+            comm_broadcast_host(z->comm, state, sizeof *state);
+            load_optimizer(&l);
+        }
+        comm_sum_host(z->comm, l.sums, num_sums);
+        outcome = comm_outcome(z->comm, attempt(load_verify, &l, why), why);
     }
-    if (well) comm_sum_host(z->comm, l.sums, num_sums);
-    well = well && comm_all_well(z->comm, attempt(load_verify, &l, why), why);
-    if (well) zero_params_loaded(z);
+    if (outcome == Outcome::WELL) weights_loaded(z, folder);
     *read_bytes = l.read_bytes;
     cJSON_Delete(l.json);
     free(l.sums);
-    return well;
+    return outcome;
 }

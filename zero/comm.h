@@ -1,12 +1,14 @@
 /* comm.h: ranks and what they send each other. Every MPI and NCCL call of the program is here.
  * Collectives are enqueued on a stream. asked_bytes counts what this rank sends for them by the bandwidth-optimal
  * algorithms: (R-1)/R of the data once for a reduce-scatter or an all-gather, twice for an all-reduce. The CPU and
- * emulated builds also count what is really sent. With one rank nothing is sent. NO_MPI and NO_NCCL build without the
- * libraries, for one rank only. */
+ * emulated builds also count what is really sent. With one rank nothing is sent, and a process that no launcher has
+ * started does not start MPI. NO_MPI and NO_NCCL build without the libraries, for one rank only. */
 #pragma once
 #include <climits>
 #include <cstdint>
 #include <cstring>
+#include <sys/syscall.h>
+#include <sys/time.h>
 #ifndef NO_MPI
 #include <mpi.h>
 #endif
@@ -26,6 +28,7 @@ typedef enum { ncclUint64 = 5, ncclFloat16 = 6, ncclFloat32 = 7, ncclFloat64 = 8
 typedef struct Comm {
     int rank, num_ranks;            // of all
     int host_rank, host_num_ranks;  // on this host
+    bool has_mpi;                   // MPI_Init was called
     ncclComm_t nccl;
     size_t asked_bytes;             // of all collectives enqueued since the start
     Watch* watch;                   // null with one rank
@@ -50,32 +53,69 @@ typedef struct Comm {
 } while (0)
 
 #ifndef NO_MPI
+inline MPI_Comm refusals = MPI_COMM_NULL;   // of all ranks, for comm_refuses_together alone: a hook has no argument
+inline bool refuses_together;
+
+/* A rank that refuses tells the others. True if all ranks do, within two seconds; rank 0, which speaks first, waits for
+ * half a second. */
+static bool comm_refuses_together(void)
+{
+    MPI_Request request;
+    int done = 0;
+    if (getpid() != (pid_t)syscall(SYS_gettid) || MPI_Ibarrier(refusals, &request) != MPI_SUCCESS) return false;
+    for (double begun_s = watch_now_s(); !done && watch_now_s() - begun_s < (die_rank == 0 ? 0.5 : 2.0); usleep(200))
+        if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return false;
+    return refuses_together = done != 0;
+}
+
+/* Ends all ranks. If all refuse, each leaves by itself; MPI_Abort, for which Open MPI prints a banner, is for ranks
+ * that are elsewhere. */
 static void comm_abort(int exit_code)
 {
-    watch_has_spoken();
-    MPI_Abort(MPI_COMM_WORLD, exit_code);
+    if (!refuses_together || die_rank == 0) watch_has_spoken();
+    signal(SIGTERM, SIG_IGN);               // from the launcher, when the first rank has left
+    if (!refuses_together) MPI_Abort(MPI_COMM_WORLD, exit_code);
+    if (watch_of_signals != nullptr) watch_end(watch_of_signals);
+    signal(SIGALRM, SIG_DFL);
+    alarm(10);                              // ends a rank that waits in MPI_Finalize for one that has died
+    MPI_CHECK(MPI_Finalize());
 }
 #endif
+
+/* How launchers tell a process its rank and the number of ranks. */
+typedef struct Launcher { const char *rank, *num_ranks; } Launcher;
+static const Launcher launchers[] = {
+    {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, {"PMIX_RANK", nullptr}, {"PMI_RANK", "PMI_SIZE"},
+    {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"}, {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"},
+    {"PALS_RANKID", nullptr}, {"FLUX_TASK_RANK", nullptr}, {"PMI_ID", nullptr},
+};
 
 /* The launcher's rank, before MPI is up, so that a refusal of the command line is printed once. */
 static int comm_launcher_rank(void)
 {
-    for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"}) {
-        const char* text = getenv(name);
-        if (text != nullptr) return atoi(text);
-    }
+    for (const Launcher& launcher : launchers)
+        if (const char* text = getenv(launcher.rank)) return atoi(text);
     return 0;
+}
+
+/* Has no launcher started this process? */
+static bool comm_is_alone(void)
+{
+    for (const Launcher& launcher : launchers)
+        for (const char* name : {launcher.rank, launcher.num_ranks})
+            if (name != nullptr && getenv(name) != nullptr) return false;
+    return true;
 }
 
 /* Compares MPI's number of ranks with the launcher's, if an environment variable has it. A launcher of another MPI
  * starts processes that do not find each other, and each would train as the only rank. */
 static void comm_check_launcher(const Comm* c)
 {
-    for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}) {
-        const char* text = getenv(name);
+    for (const Launcher& launcher : launchers) {
+        const char* text = launcher.num_ranks != nullptr ? getenv(launcher.num_ranks) : nullptr;
         if (text == nullptr) continue;
         ENSURE(atoi(text) == c->num_ranks, "the launcher started %s ranks (%s), MPI finds %d: start it with the mpirun "
-               "of the MPI that it is built with%s", text, name, c->num_ranks,
+               "of the MPI that it is built with%s", text, launcher.num_ranks, c->num_ranks,
 #ifdef NO_MPI
                "; this binary is built with NO_MPI=1");
 #else
@@ -85,10 +125,14 @@ static void comm_check_launcher(const Comm* c)
     }
 }
 
-/* Timeout of MPI_Init, before the watchdog runs. The launcher ends the other ranks when one exits; the others sleep
- * first, so that rank 0's message is the one printed. */
+inline volatile sig_atomic_t start_seconds_left;   // a signal handler has no argument
+
+/* Timeout of MPI_Init, before the watchdog runs: counts seconds, of which a process that is stopped has none. The
+ * launcher ends the other ranks when one exits; the others sleep first, so that rank 0's message is the one printed. */
 static void start_on_alarm(int)
 {
+    start_seconds_left = start_seconds_left - 1;
+    if (start_seconds_left > 0) return;
     if (die_rank != 0) usleep((2000 + 100 * (die_rank % 20)) * 1000);
     char line[256];
     int n = snprintf(line, sizeof line, "train_gpt: rank %d: waits longer than --timeout: in MPI_Init: another rank is "
@@ -100,8 +144,11 @@ static void start_on_alarm(int)
 /* Sets the alarm, 0: cancels it. At least 10 s, since ranks need time to start. */
 static void start_alarm(double timeout_s)
 {
+    const time_t every_s = timeout_s > 0 ? 1 : 0;
+    struct itimerval timer = {{every_s, 0}, {every_s, 0}};
+    start_seconds_left = timeout_s > 0 ? (int)fmin(fmax(timeout_s, 10), 1e6) : 0;
     signal(SIGALRM, timeout_s > 0 ? start_on_alarm : SIG_DFL);
-    alarm(timeout_s > 0 ? (unsigned)fmin(fmax(timeout_s, 10), 1e6) : 0);
+    ENSURE(setitimer(ITIMER_REAL, &timer, nullptr) == 0, "the timer of --timeout cannot be set");
 }
 
 static void comm_init(Comm* c, double timeout_s)
@@ -109,17 +156,24 @@ static void comm_init(Comm* c, double timeout_s)
     *c = Comm{};
     c->num_ranks = c->host_num_ranks = 1;
 #ifndef NO_MPI
+    if (comm_is_alone()) return;
     start_alarm(timeout_s);
     // With more ranks than cores, a rank that spins while it waits takes the core of the rank it waits for.
     setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
-    setenv("OMPI_MCA_ess_singleton_isolated", "1", 0);   // without mpirun: no daemon, 0.1 to 0.2 s less
+    setenv("OMPI_MCA_ess_singleton_isolated", "1", 0);   // without mpirun: no daemon
     MPI_CHECK(MPI_Init(nullptr, nullptr));
+    c->has_mpi = true;
     MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &c->rank));
     MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &c->num_ranks));
     MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, c->rank, MPI_INFO_NULL, &c->host));
     MPI_CHECK(MPI_Comm_rank(c->host, &c->host_rank));
     MPI_CHECK(MPI_Comm_size(c->host, &c->host_num_ranks));
-    die_abort = comm_abort;
+    if (c->num_ranks > 1) {
+        MPI_CHECK(MPI_Comm_dup(MPI_COMM_WORLD, &refusals));
+        die_together = comm_refuses_together;
+        die_abort = comm_abort;
+    }
+    if (c->host_num_ranks < c->num_ranks) gethostname(die_host, sizeof die_host - 1);
 #endif
     die_rank = c->rank;
     die_num_ranks = c->num_ranks;
@@ -159,12 +213,29 @@ static void comm_init_nccl(Comm* c)
 #endif
 }
 
+/* One tiny collective of each kind: NCCL connects, and takes its memory, at the first. data: n elements a rank. */
+static void comm_connect(const Comm* c, float* data, size_t n)
+{
+#if !defined(NO_NCCL) && !defined(NO_MPI)
+    if (c->num_ranks == 1) return;
+    float* own = data + c->rank * n;
+    CUDA_CHECK(cudaMemset(data, 0, n * c->num_ranks * sizeof *data));
+    NCCL_CHECK(ncclAllReduce(data, data, n, ncclFloat32, ncclSum, c->nccl, nullptr));
+    NCCL_CHECK(ncclReduceScatter(data, own, n, ncclFloat32, ncclSum, c->nccl, nullptr));
+    NCCL_CHECK(ncclAllGather(own, data, n, ncclFloat32, c->nccl, nullptr));
+#else
+    (void)c; (void)data; (void)n;
+#endif
+}
+
 static void comm_free(Comm* c)
 {
 #ifndef NO_NCCL
     if (c->nccl != nullptr) NCCL_CHECK(ncclCommDestroy(c->nccl));
 #endif
 #ifndef NO_MPI
+    if (!c->has_mpi) return;
+    die_together = nullptr;
     die_abort = nullptr;
     die_is_said = nullptr;
     if (c->watch != nullptr) {
@@ -172,6 +243,7 @@ static void comm_free(Comm* c)
         MPI_CHECK(MPI_Win_free(&c->beats));
     }
     MPI_CHECK(MPI_Comm_free(&c->host));
+    if (c->num_ranks > 1) MPI_CHECK(MPI_Comm_free(&refusals));
     MPI_CHECK(MPI_Finalize());
 #endif
     (void)c;
@@ -310,27 +382,30 @@ static void comm_texts_in_turn(const Comm* c, FILE* f, const char* text, size_t 
 #endif
 }
 
-/* Whether `well` holds on every rank. If not, every rank gets the `why` of the first rank that failed. */
-static bool comm_all_well(const Comm* c, bool well, char (&why)[1024])
+/* The worst outcome of any rank. Every rank gets the `why` of the first rank that has it, which it then names. */
+static Outcome comm_outcome(const Comm* c, Outcome own, char (&why)[1024])
 {
-    int failed_rank = -(int)comm_max_host(c, well ? -c->num_ranks : -c->rank);
-#ifndef NO_MPI
-    if (c->num_ranks > 1 && failed_rank < c->num_ranks)
-        MPI_CHECK(MPI_Bcast(why, sizeof why, MPI_BYTE, failed_rank, MPI_COMM_WORLD));
-#else
-    (void)why;
-#endif
-    return failed_rank == c->num_ranks;
+    const int worst = (int)comm_max_host(c, (int)own * c->num_ranks + c->num_ranks - 1 - c->rank);
+    const Outcome outcome = (Outcome)(worst / c->num_ranks);
+    if (c->num_ranks > 1 && outcome != Outcome::WELL) {
+        char text[sizeof why], rank[96];
+        int n = snprintf(text, sizeof text, "%s: ", rank_text(rank));
+        snprintf(text + n, sizeof text - n, "%s", own == outcome ? why : "");
+        comm_broadcast_host(c, text, sizeof text, c->num_ranks - 1 - worst % c->num_ranks);
+        memcpy(why, text, sizeof why);
+    }
+    return outcome;
 }
 
 /* All ranks must have the same value: a hash of command line, data, ... */
 static void comm_ensure_same(const Comm* c, uint64_t value, const char* what)
 {
+    char rank[96];
     uint64_t rank_0 = value;
     comm_broadcast_host(c, &rank_0, sizeof rank_0);
     ENSURE(rank_0 == value,
-           "rank %d differs from rank 0 in %s: start all ranks from the same build, command line and files", c->rank,
-           what);
+           "%s differs from rank 0 in %s: start all ranks from the same build, command line and files",
+           rank_text(rank), what);
 }
 
 /* The same during training, for a hash of what every rank stores whole. */

@@ -109,6 +109,7 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     z->num_micro_steps = config->num_micro_steps;
     z->visits = config->visits;
     z->num_visits = config->num_visits;
+    z->allows_nonfinite = config->allows_nonfinite;
     z->persistent = (bool*)malloc_checked(shard->num_units * sizeof(bool));
     memcpy(z->persistent, config->persistent, shard->num_units * sizeof(bool));
     bool *kept = (bool*)malloc_checked(2 * shard->num_units * sizeof(bool)), *kept_grads = kept + shard->num_units;
@@ -139,6 +140,7 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     plan_add(plan, "step sums and scratch", Place::DEVICE, &z->found, 2 * shard->num_tensors);
     plan_add(plan, "step results", Place::HOST, &z->h_found, shard->num_tensors);
     plan_add(plan, "step results", Place::HOST, &z->h_state, 2);
+    plan_add(plan, "step results", Place::HOST, &z->h_asks, NUM_ASKS);
     plan_add(plan, "step results", Place::HOST, &comm->progress, WATCH_STREAMS);
     plan_add(plan, "staging buffers for files", Place::HOST, &z->staging, STAGING_ELEMS);
 }

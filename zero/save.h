@@ -18,12 +18,14 @@
  * The host copy has all states, 12 bytes for each parameter / R, and is in the plan. With smaller staging buffers the
  * optimizer would wait for the disk; so the next update waits for the copy to the host only. The next save waits for
  * this one. If not all ranks see the folder, rank 0 writes for all in WRITE: the others send it their slices from the
- * main thread, and training waits for that. */
+ * main thread, and training waits for that.
+ *
+ * Saved is what has been renamed to step_N. What fails after that, and what cannot be deleted, is said beside it
+ * (Saver.beside) and left; neither a save nor a start depends on it. */
 #pragma once
 #include <pthread.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
-#include <csignal>
 #include "checkpoint.h"
 
 enum class SavePhase { NONE, CREATE, WRITE, COMMIT };
@@ -32,7 +34,7 @@ enum SaveStatus { SAVE_WELL, SAVE_FAILED, SAVE_BUSY };   // of one rank in a pha
 typedef struct SaverConfig {
     const char* out;                                     // the run folder
     size_t keep, keep_every;                             // 0: all
-    void (*small_files)(const char* folder, void* context);   // config.json, tokenizer.json; no CUDA or MPI call
+    void (*small_files)(const char* folder, void* context);   // config.json and others; no CUDA or MPI call
     void* context;
 } SaverConfig;
 
@@ -44,12 +46,15 @@ typedef struct Saver {
     SavePhase phase;
     RunState state;
     char path[4096], temporary[4096];
+    char partial[32];               // how the name of an unfinished checkpoint of this run ends
+    char newest[4096];              // the newest complete checkpoint that this run knows of, or empty
     SafeTensors *weights, *optimizer;
     uint64_t* sums;                 // (NUM_STATES, num_tensors) tensor_sum of this rank's part, then of the whole
     pthread_t thread;
     bool has_thread;
     SaveStatus status;              // written by the thread; atomic
     char why[1024];
+    char beside[1024];              // what the newest save could not delete or sync; or empty
     bool failed;                    // the newest save did
     size_t num_saved;
     double begun_s, waited_s;       // when the newest save began; how long training has waited for it
@@ -81,8 +86,9 @@ static Values state_saved(const Saver* s, int state, const Tensor* t, Range part
 // ---------------------------------------------------------------------------------------- the phases, in the thread
 /* Deletes older checkpoints, but none while steps are skipped for non-finite gradients: then the newest may be bad. The
  * folder is renamed first, so that a half-deleted one is no checkpoint. */
-static void save_prune(const Saver* s)
+static void save_prune(void* arg)
 {
+    Saver* s = (Saver*)arg;
     if (s->config.keep == 0 || s->state.num_skipped_in_a_row > 0) return;
     long long* steps;
     int count = checkpoint_list(s->config.out, true, &steps);
@@ -90,17 +96,30 @@ static void save_prune(const Saver* s)
         char path[4096], temporary[4096];
         if (s->config.keep_every > 0 && steps[i] % (long long)s->config.keep_every == 0) continue;
         checkpoint_path(path, s->config.out, (size_t)steps[i], "");
-        checkpoint_path(temporary, s->config.out, (size_t)steps[i], ".tmp");
-        ENSURE(rename(path, temporary) == 0, "%s: cannot be removed: %s", path, strerror(errno));
-        folder_remove(temporary);
+        checkpoint_path(temporary, s->config.out, (size_t)steps[i], s->partial);
+        if (TEMP_FAILURE_RETRY(rename(path, temporary)) == 0) folder_remove(temporary, s->beside);
+        else snprintf(s->beside, sizeof s->beside, "%.900s: cannot be removed and stays: %s", path, strerror(errno));
     }
     free(steps);
 }
 
+/* Does the name say an unfinished checkpoint: step_N.tmp, or step_N.K.tmp? *k becomes K, 1 without it. */
+static bool name_is_partial(const char* name, int* k)
+{
+    long long step;
+    int end = 0;
+    *k = 1;
+    if (sscanf(name, "step_%lld%n", &step, &end) != 1) return false;
+    const char* suffix = name + end;
+    if (strcmp(suffix, ".tmp") == 0) return true;
+    end = 0;
+    return sscanf(suffix, ".%d.tmp%n", k, &end) == 1 && end > 0 && suffix[end] == 0;
+}
+
 static void save_create(Saver* s)
 {
-    save_prune(s);   // a smaller --keep than before leaves more to delete
-    folder_remove(s->temporary);
+    attempt(save_prune, s, s->beside);   // a smaller --keep than before leaves more to delete
+    ENSURE(folder_remove(s->temporary, s->why), "%s", s->why);
     folder_make(s->temporary);
     safetensors_create_files(s->weights);
     safetensors_create_files(s->optimizer);
@@ -155,7 +174,7 @@ static bool save_slices(Saver* s, int owner, char (&why)[1024])
             else for (size_t e = 0; e < k.count; e++) k.data[e] = value_load(values, done + e);
             if (own) sums[tensor_first_piece(shard, t_idx)] += tensor_sum(k.data, k.first, k.count);
             if (!writes) comm_send_host(c, k.data, k.count * sizeof(float), 0);
-            else if (well) well = attempt(chunk_write, &k, why);
+            else if (well) well = attempt(chunk_write, &k, why) == Outcome::WELL;
         }
     }
     free(room);
@@ -179,15 +198,21 @@ static void save_write(Saver* s)
     safetensors_sync(s->optimizer);
 }
 
+static void save_settle(void* arg)
+{
+    Saver* s = (Saver*)arg;
+    folder_sync(s->config.out);
+    save_prune(s);
+}
+
 static void save_commit(Saver* s)
 {
     s->config.small_files(s->temporary, s->config.context);
     state_json_write(&s->state, s->zero, s->sums, s->temporary);
     folder_sync(s->temporary);
-    ENSURE(rename(s->temporary, s->path) == 0, "%s: cannot be renamed to %s: %s", s->temporary, s->path,
-           strerror(errno));
-    folder_sync(s->config.out);
-    save_prune(s);
+    ENSURE(TEMP_FAILURE_RETRY(rename(s->temporary, s->path)) == 0, "%s: cannot be renamed to %s: %s", s->temporary,
+           s->path, strerror(errno));
+    attempt(save_settle, s, s->beside);   // from here on it is saved
 }
 
 static void save_phase(void* arg)
@@ -209,7 +234,7 @@ static void* saver_run(void* arg)
 {
     Saver* s = (Saver*)arg;
     double before_s = thread_cpu_s();
-    bool well = attempt(save_phase, s, s->why);
+    bool well = attempt(save_phase, s, s->why) == Outcome::WELL;
     s->thread_s += thread_cpu_s() - before_s;
     __atomic_store_n(&s->status, well ? SAVE_WELL : SAVE_FAILED, __ATOMIC_RELEASE);
     return nullptr;
@@ -243,10 +268,10 @@ static void saver_end(Saver* s, bool failed)
     safetensors_close(s->optimizer);
     s->failed = failed;
     s->num_saved += !failed;
+    if (failed && s->zero->comm->rank == 0) folder_remove(s->temporary, s->beside);   // else the next start does
+    if (!failed) memcpy(s->newest, s->path, sizeof s->newest);
     saver_enter(s, SavePhase::NONE);
 }
-
-static void save_remove_partial(void* arg) { folder_remove(((Saver*)arg)->temporary); }
 
 static void saver_advance(Saver* s)
 {
@@ -256,9 +281,7 @@ static void saver_advance(Saver* s)
     if ((SaveStatus)comm_max_host(c, own) == SAVE_BUSY) return;
     if (s->has_thread) ENSURE(pthread_join(s->thread, nullptr) == 0, "the thread that saves does not end");
     s->has_thread = false;
-    if (!comm_all_well(c, own == SAVE_WELL, s->why)) {
-        char why[1024];
-        if (c->rank == 0) attempt(save_remove_partial, s, why);   // if this fails too, the next start removes the .tmp
+    if (comm_outcome(c, own == SAVE_WELL ? Outcome::WELL : Outcome::FAILED, s->why) != Outcome::WELL) {
         saver_end(s, true);
     } else if (s->phase == SavePhase::CREATE) {
         saver_enter(s, SavePhase::WRITE);
@@ -314,8 +337,9 @@ static void saver_begin(Saver* s, const RunState* state)
     s->state = *state;
     s->begun_s = watch_now_s();
     s->thread_s = 0;
+    s->beside[0] = 0;
     checkpoint_path(s->path, s->config.out, state->step, "");
-    checkpoint_path(s->temporary, s->config.out, state->step, ".tmp");
+    checkpoint_path(s->temporary, s->config.out, state->step, s->partial);
     char file[4200];
     snprintf(file, sizeof file, "%s/model.safetensors", s->temporary);
     s->weights = weights_plan(shard, file, SafeDtype::F32, MAX_FILE_BYTES);
@@ -327,39 +351,44 @@ static void saver_begin(Saver* s, const RunState* state)
     s->waited_s = watch_now_s() - s->begun_s;
 }
 
-/* Rank 0 makes the folder; do all ranks see it? first_step: where the run starts; a later checkpoint is an error. */
+/* Rank 0: removes what interrupted saves have left. What cannot be removed is said and left, and this run's unfinished
+ * checkpoints get other names. Returns the number in them: 1 for step_N.tmp, K for step_N.K.tmp. A checkpoint after
+ * first_step is an error. */
+static int saver_clean(const char* out, size_t first_step)
+{
+    int number = 1, k;
+    DIR* dir = folder_open(out);
+    ENSURE(dir != nullptr, "-o %s: is not there any more", out);
+    for (const char* name; (name = folder_next(dir, out)) != nullptr; ) {
+        char path[4096], why[1024];
+        int n = snprintf(path, sizeof path, "%s/%s", out, name);
+        ENSURE(n < (int)sizeof path, "-o %s: the name is too long", out);
+        ENSURE(checkpoint_step(name) <= (long long)first_step,
+               "%s exists and is not overwritten: the run resumes at step %zu; move it away, or take another -o", path,
+               first_step);
+        if (strncmp(name, ".probe.", 7) == 0) unlink(path);
+        if (!name_is_partial(name, &k) || folder_remove(path, why)) continue;
+        fprintf(stderr, "train_gpt: %s\n", why);
+        if (k >= number) number = k + 1;
+    }
+    folder_close(dir);
+    return number;
+}
+
+/* Rank 0 makes the folder; do all ranks see it? first_step: where the run starts. */
 static void saver_start(Saver* s, const SaverConfig* config, size_t first_step)
 {
     const Comm* c = s->zero->comm;
+    int number = 1;
     s->config = *config;
     s->sums = (uint64_t*)malloc_checked((size_t)NUM_STATES * s->zero->shard->num_tensors * sizeof *s->sums);
-    signal(SIGXFSZ, SIG_IGN);   // at the limit on file sizes write() fails instead of a signal ending the run
-    char probe[4200];
-    int pid = (int)getpid();                     // of rank 0: another run in the same folder has another probe
-    comm_broadcast_host(c, &pid, sizeof pid);
-    snprintf(probe, sizeof probe, "%s/.probe.%d", config->out, pid);
     if (c->rank == 0) {
         folder_make(config->out);
-        DIR* dir = opendir(config->out);
-        ENSURE(dir != nullptr, "-o %s: cannot be read: %s", config->out, strerror(errno));
-        for (struct dirent* entry; (entry = readdir(dir)) != nullptr; ) {
-            char path[4096];
-            long long step;
-            int end = 0;
-            int n = snprintf(path, sizeof path, "%s/%s", config->out, entry->d_name);
-            ENSURE(n < (int)sizeof path, "-o %s: the name is too long", config->out);
-            ENSURE(checkpoint_step(entry->d_name) <= (long long)first_step,
-                   "%s exists and is not overwritten: the run resumes at step %zu; move it away, or take another -o",
-                   path, first_step);
-            if (sscanf(entry->d_name, "step_%lld.tmp%n", &step, &end) == 1 && end > 0 && entry->d_name[end] == 0)
-                folder_remove(path);
-        }
-        closedir(dir);
-        json_write_text(probe, "", 0);
+        number = saver_clean(config->out, first_step);
     }
-    comm_barrier(c);
-    s->gathers = comm_max_host(c, access(probe, F_OK) != 0) > 0;
-    if (c->rank == 0) unlink(probe);
+    comm_broadcast_host(c, &number, sizeof number);
+    snprintf(s->partial, sizeof s->partial, number == 1 ? ".tmp" : ".%d.tmp", number);
+    s->gathers = !folder_is_shared(c, config->out);
     if (c->rank == 0 && s->gathers)
         printf("output  -o %s is not on all hosts: rank 0 writes what the others send, and training waits for that\n",
                config->out);

@@ -49,6 +49,13 @@ enum Offloaded {
 };
 static const char* const offloaded_names[NUM_OFFLOADED] = {"activations", "optimizer", "gradients", "parameters"};
 
+/* What is not finite among weights that were read, in the file or in the data type of the parameters. */
+typedef struct NonFinite {
+    int tensor;             // the first that has any
+    size_t count, first;    // of that tensor: how many, and which is the first
+    float value;            // of the first, as in the file
+} NonFinite;
+
 typedef struct ZeroConfig {
     int stage;
     const bool* persistent;     // (num_units) whole gradient, and at stage 3 whole parameters
@@ -65,6 +72,7 @@ typedef struct ZeroConfig {
     const int* visits;          // (num_visits) units in the order in which a micro-step uses them
     int num_visits;
     size_t reduce_bucket, gather_bucket;   // elements sent together, in whole units
+    bool allows_nonfinite;      // weights that are read
 } ZeroConfig;
 
 typedef struct Zero {
@@ -112,9 +120,12 @@ typedef struct Zero {
     StepState* state;
     StepState* h_state;         // (2) pinned: the host reads the step before, so that no step waits for it
     GradPart* grad_parts;       // (num_tensors) this rank's part of each reduced gradient
+    double* h_asks;             // (NUM_ASKS) pinned: requests by signal (signals.h)
     int *found, *h_found;       // (2, num_tensors), pinned (num_tensors): which tensors have non-finite gradients
     unsigned long long* hash;   // (1)
     float* staging;             // (STAGING_ELEMS) pinned staging buffer between files and the device
+    bool allows_nonfinite;
+    NonFinite nonfinite;        // of what this rank has read
     unsigned short* halves;     // (2, STAGING_ELEMS) pinned: the same for data in 16 bits
     cudaStream_t compute, reduce, gather;
     cudaStream_t d2h;           // states to the host, for a checkpoint (save.h)
@@ -507,12 +518,12 @@ static void zero_state_from_host(Zero* z, int state, int u, size_t flat, size_t 
 }
 
 // ---------------------------------------------------------------------------------------------------------- signals
-/* Before the boundary: adds this rank's request to save or to end to the step's sums, which reach all ranks. */
-static void zero_step_ask(Zero* z, Ask ask)
+/* Before the boundary: adds this rank's requests to the step's sums, which reach all ranks. */
+static void zero_step_ask(Zero* z)
 {
-    if (ask == Ask::NONE) return;
-    double* sum = z->step_sums + (ask == Ask::END ? ASKED_TO_END : ASKED_TO_SAVE);
-    CUDA_CHECK(cudaMemsetAsync(sum, 0x3f, sizeof *sum, z->compute));     // 0x3f3f3f3f3f3f3f3f is a positive number
+    static_assert(ASKED_TO_END - ASKED_TO_SAVE == ASK_END - ASK_SAVE, "the requests are neighbours in both");
+    CUDA_CHECK(cudaMemcpyAsync(z->step_sums + ASKED_TO_SAVE, z->h_asks, NUM_ASKS * sizeof(double),
+                               cudaMemcpyHostToDevice, z->compute));
 }
 
 /* The first tensor with a non-finite reduced gradient in the skipped step that used this slot; -1: none, the loss was

@@ -2,22 +2,26 @@
  * ranks of a host, and checks how long the main thread has made no progress. After timeout_s it prints which rank waits
  * in which collective of which step, and which rank of this host has no heartbeat or is behind; then it ends the
  * process, and the launcher ends the others. If the launcher ends them first, one rank prints where it was. The thread
- * makes no CUDA, NCCL or MPI call, so that it cannot hang with them. It knows only the ranks of its own host. The
- * collective that it names is the oldest that is not complete, or the first of its group: after each collective its
- * stream writes the collective's number into host memory (progress.cuh). */
+ * makes no CUDA, NCCL or MPI call, so that it cannot hang with them. It knows only the ranks of its own host. A job
+ * that was stopped as a whole (Ctrl-Z, SIGSTOP) runs on when it is continued: each thread sees that its own heartbeat
+ * was late, and that time does not count. The collective that the line names is the oldest that is not complete, or the
+ * first of its group: after each collective its stream writes the collective's number into host memory (progress.cuh).
+ */
 #pragma once
+#include <cmath>
 #include <csignal>
 #include <ctime>
 #include <pthread.h>
 #include "data/error.h"
 
 enum { WATCH_STREAMS = 4, WATCH_ENQUEUED = 4096 };
+static const double WATCH_BEAT_S = 0.2, WATCH_STOPPED_S = 1;   // a heartbeat so late: the process was stopped
 
 /* A rank's heartbeat, one cache line, in shared memory that is not initialized. */
 typedef struct alignas(64) Beat {
     volatile unsigned long long is_set; // BEAT_IS_SET while its rank runs, so that no rank waits for
                                         // another to start or to end
-    volatile double alive_s, moved_s;   // when the thread and when the main thread last did something; monotonic clock
+    volatile double alive_s;            // when the thread last did something; monotonic clock
     volatile unsigned long long num_collectives;
     volatile int rank, pid;
     volatile bool has_spoken;           // it has printed why the run ends: the others print nothing
@@ -34,6 +38,9 @@ typedef struct Watch {
     double timeout_s;           // 0: never
     const char* volatile activity; // what the main thread does
     volatile size_t elems, step;
+    volatile double moved_s;    // when the main thread last did something, on a clock without stopped_s
+    volatile double stopped_s;  // how long this process was stopped, in all
+    volatile double continued_s;   // and until when; monotonic clock
     size_t num_host_calls;      // host synchronizations with other ranks
     Enqueued enqueued[WATCH_ENQUEUED]; // the newest; number k has index k % WATCH_ENQUEUED
     volatile unsigned long long num_enqueued;
@@ -58,13 +65,22 @@ static double watch_now_s(void)
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
+/* A clock that stands still while this process is stopped. */
+static double watch_running_s(const Watch* w) { return watch_now_s() - w->stopped_s; }
+
+/* How long a rank of this host has had no heartbeat, since this process runs. */
+static double watch_silent_s(const Watch* w, const Beat* b)
+{
+    return watch_now_s() - fmax(b->alive_s, w->continued_s);
+}
+
 /* The main thread begins another activity. */
 static void watch_move(Watch* w, const char* activity, size_t elems)
 {
     if (w == nullptr) return;
     w->activity = activity;
     w->elems = elems;
-    w->beats[w->own].moved_s = watch_now_s();
+    w->moved_s = watch_running_s(w);
 }
 
 static void watch_host_call(Watch* w) { if (w != nullptr) w->num_host_calls++; }
@@ -100,25 +116,24 @@ __attribute__((no_sanitize("thread"))) static const Enqueued* watch_oldest(const
 /* One line: where this rank is, and which ranks of the host are missing or behind. */
 static int watch_text(const Watch* w, const char* why, char* line, size_t size)
 {
-    double now = watch_now_s();
     const Beat* own = &w->beats[w->own];
     size_t elems = w->elems;
     const char* activity = w->activity;
     const Enqueued* oldest = watch_oldest(w);
     if (oldest != nullptr) { activity = oldest->name; elems = oldest->elems; }
-    char of[40] = "";
+    char of[40] = "", rank[96];
     if (elems > 0) snprintf(of, sizeof of, " of %zu elements", elems);
-    int n = snprintf(line, size, "train_gpt: rank %d: %s: step %zu, in %s%s for %.1f s", own->rank, why, w->step,
-                     activity, of, now - own->moved_s);
+    int n = snprintf(line, size, "train_gpt: %s: %s: step %zu, in %s%s for %.1f s", rank_text(rank), why, w->step,
+                     activity, of, watch_running_s(w) - w->moved_s);
     for (int i = 0; i < w->num_beats && n < (int)size; i++) {
         const Beat* b = watch_beat(w, i);
         if (b == nullptr) continue;
         unsigned long long behind = own->num_collectives - b->num_collectives;
         if (kill(b->pid, 0) != 0)
             n += snprintf(line + n, size - n, "; rank %d is gone: killed, or it crashed", b->rank);
-        else if (now - b->alive_s > 2.5)
+        else if (watch_silent_s(w, b) > 2.5)
             n += snprintf(line + n, size - n, "; rank %d has no heartbeat for %.1f s: stopped or killed",
-                          b->rank, now - b->alive_s);
+                          b->rank, watch_silent_s(w, b));
         else if (b->num_collectives < own->num_collectives)
             n += snprintf(line + n, size - n, "; rank %d is %llu collective%s behind", b->rank, behind,
                           behind == 1 ? "" : "s");
@@ -160,33 +175,31 @@ static void watch_has_spoken(void)
     if (watch_of_signals != nullptr) watch_of_signals->beats[watch_of_signals->own].has_spoken = true;
 }
 
-static void watch_on_signal(int)
+/* For how long this rank has made no progress; if it is idle, for how long any rank of the host has no heartbeat. */
+static double watch_waited_s(const Watch* w)
 {
-    watch_say(watch_of_signals, "ended by SIGTERM");
-    _exit(1);
-}
-
-/* Time of this rank's last progress; if it is idle, of the oldest heartbeat of the host. */
-static double watch_since_s(const Watch* w)
-{
-    if (!w->idle) return w->beats[w->own].moved_s;
-    double oldest = w->beats[w->own].alive_s;
+    if (!w->idle) return watch_running_s(w) - w->moved_s;
+    double longest_s = 0;
     for (int i = 0; i < w->num_beats; i++)
-        if (const Beat* b = watch_beat(w, i); b != nullptr && b->alive_s < oldest) oldest = b->alive_s;
-    return oldest;
+        if (const Beat* b = watch_beat(w, i); b != nullptr) longest_s = fmax(longest_s, watch_silent_s(w, b));
+    return longest_s;
 }
 
 static void* watch_run(void* arg)
 {
     Watch* w = (Watch*)arg;
     Beat* own = &w->beats[w->own];
-    while (!w->stops) {
+    for (double before_s = own->alive_s; !w->stops; before_s = own->alive_s) {
         own->alive_s = watch_now_s();
-        if (w->timeout_s > 0 && own->alive_s - watch_since_s(w) > w->timeout_s) {
+        if (own->alive_s - before_s > WATCH_STOPPED_S) {
+            w->continued_s = own->alive_s;
+            w->stopped_s = w->stopped_s + (own->alive_s - before_s);
+        }
+        if (w->timeout_s > 0 && watch_waited_s(w) > w->timeout_s) {
             watch_say(w, "waits longer than --timeout");
             _exit(1);
         }
-        usleep(200 * 1000);
+        usleep((useconds_t)(WATCH_BEAT_S * 1e6));
     }
     return nullptr;
 }
@@ -208,15 +221,11 @@ static Watch* watch_start(Beat* beats, int num_beats, int own, int rank, double 
     beats[own].is_set = BEAT_IS_SET;
     ENSURE(pthread_create(&w->thread, nullptr, watch_run, w) == 0, "the watchdog's thread cannot be started");
     watch_of_signals = w;
-    struct sigaction action = {};
-    action.sa_handler = watch_on_signal;
-    ENSURE(sigaction(SIGTERM, &action, nullptr) == 0, "the handler of SIGTERM cannot be set");
     return w;
 }
 
 static void watch_end(Watch* w)
 {
-    signal(SIGTERM, SIG_DFL);
     w->stops = true;
     ENSURE(pthread_join(w->thread, nullptr) == 0, "the watchdog's thread does not end");
     w->beats[w->own].is_set = 0;

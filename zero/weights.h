@@ -4,7 +4,7 @@
  * Whether q, k and v are one tensor or three is in the model's table: joined tensors are stored as one matrix. A folder
  * that not all ranks see is read by rank 0, which sends it to the others. Not handled: an export to such a folder. */
 #pragma once
-#include "data/folder.h"
+#include "data/files.h"
 #include "data/safetensors.h"
 #include "stages.h"
 
@@ -72,9 +72,88 @@ static uint64_t tensor_sum(const float* values, size_t first, size_t count)
     return sum;
 }
 
+/* By name: a model's folder may be copied to each host. */
 static bool all_ranks_see(const Comm* c, const char* path)
 {
     return comm_max_host(c, access(path, R_OK) != 0) == 0;
+}
+
+/* Do all ranks see this folder of rank 0's, and not another of the same name, such as an old copy of the run on a
+ * host's own disk? Rank 0 writes a file whose name no other start uses, and the others look for it. Where rank 0 cannot
+ * write: false. */
+static bool folder_is_shared(const Comm* c, const char* folder)
+{
+    if (c->num_ranks == 1) return true;
+    char probe[4200];
+    struct timespec now = {};
+    clock_gettime(CLOCK_REALTIME, &now);
+    uint64_t name = ((uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec) ^ (uint64_t)getpid() << 40;
+    comm_broadcast_host(c, &name, sizeof name);
+    snprintf(probe, sizeof probe, "%s/.probe.%016llx", folder, (unsigned long long)name);
+    int fd = c->rank == 0 ? (int)TEMP_FAILURE_RETRY(open(probe, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) : -1;
+    comm_barrier(c);
+    bool shared = comm_max_host(c, c->rank == 0 ? fd < 0 : access(probe, F_OK) != 0) == 0;
+    if (fd >= 0) {
+        close(fd);
+        unlink(probe);
+    }
+    return shared;
+}
+
+/* Bits of the smallest magnitude that rounds to Inf in the data type of the parameters; those of Inf and NaN are
+ * larger. */
+static unsigned nonfinite_bits(const Tensor* t)
+{
+    if (t->fp32 || FLOATX_DTYPE == Dtype::FP32) return 0x7f800000;
+    return FLOATX_DTYPE == Dtype::BF16 ? 0x7f7f8000 : 0x477ff000;      // half a step beyond the largest number
+}
+
+/* Adds what `other` has found to n: the first tensor stays. */
+static void nonfinite_add(NonFinite* n, NonFinite other)
+{
+    if (other.count == 0 || (n->count > 0 && n->tensor < other.tensor)) return;
+    if (n->count == 0 || n->tensor > other.tensor) *n = NonFinite{other.tensor, 0, other.first, other.value};
+    n->count += other.count;
+    if (other.first > n->first) return;
+    n->first = other.first;
+    n->value = other.value;
+}
+
+/* Of elements first, first + 1, ... of tensor t. */
+static NonFinite nonfinite_in(const Shard* s, const Tensor* t, const float* values, size_t first, size_t count)
+{
+    const unsigned least = nonfinite_bits(t);
+    unsigned num = 0;
+    size_t i = 0;
+    #pragma omp simd reduction(+:num)
+    for (size_t k = 0; k < count; k++) num += (float_bits(values[k]) & 0x7fffffffu) >= least;
+    while (num > 0 && (float_bits(values[i]) & 0x7fffffffu) < least) i++;
+    return NonFinite{tensor_first_piece(s, (int)(t - s->tensors)), num, first + i, num > 0 ? values[i] : 0};
+}
+
+/* After weights are read: ends the run with the first tensor that is not finite; with --allow-nonfinite it is only
+ * said. Every rank says the same. */
+static void nonfinite_refuse(const Zero* z, const char* folder)
+{
+    const Comm* c = z->comm;
+    NonFinite n = {}, *all = (NonFinite*)malloc_checked(c->num_ranks * sizeof *all);
+    comm_gather_host(c, all, &z->nonfinite, sizeof *all);
+    for (int r = 0; r < c->num_ranks && c->rank == 0; r++) nonfinite_add(&n, all[r]);
+    free(all);
+    comm_broadcast_host(c, &n, sizeof n);
+    if (n.count == 0) return;
+    const Tensor* t = &z->shard->tensors[n.tensor];
+    const bool narrows = fabsf(n.value) <= FLT_MAX;
+    char what[512];
+    snprintf(what, sizeof what, "tensor %s: element %zu of %zu is %g, the first of %zu that are %s%s", t->name, n.first,
+             t->file_rows * t->shape[1], n.value, n.count, narrows ? "too large for " : "not finite",
+             narrows ? FLOATX_NAME : "");
+    if (z->allows_nonfinite) {
+        if (c->rank == 0) printf("weights %s: %s (--allow-nonfinite)\n", folder, what);
+        return;
+    }
+    die("%s: %s: %s, or look at them with --allow-nonfinite", folder, what,
+        narrows ? "take -p bf16 or fp32" : "take an earlier checkpoint, or fetch the file again");
 }
 
 /* Reads a state of tensor t. Each rank reads its slice; if the files are not shared, rank 0 reads for all. If states
@@ -95,6 +174,8 @@ static void state_read(Zero* z, int state, const Tensor* t, const SafeTensors* f
             if (reader == c->rank) {
                 safetensors_read_f32(files, st, first, n, z->staging);
                 if (sum != nullptr) *sum += tensor_sum(z->staging, first, n);
+                if (state == STATE_WEIGHTS)
+                    nonfinite_add(&z->nonfinite, nonfinite_in(z->shard, t, z->staging, first, n));
             }
             if (sends) comm_broadcast_host(c, z->staging, n * sizeof(float), reader);
             if (!sliced || owner == c->rank)
@@ -103,14 +184,15 @@ static void state_read(Zero* z, int state, const Tensor* t, const SafeTensors* f
     }
 }
 
-/* Reads the weights that this rank updates from the folder's model.safetensors, without gathering units. Adds
- * tensor_sum of what this rank has read to sums (num_tensors; pieces to their first), unless it is null. Returns the
- * bytes of tensors that it has read. */
-static size_t weights_read(Zero* z, const char* folder, bool tied, uint64_t* sums)
+/* Reads the weights that this rank updates from the folder's model.safetensors, without gathering units; if the folder
+ * is not shared, rank 0 reads. Adds tensor_sum of what this rank has read to sums (num_tensors; pieces to their first),
+ * unless it is null. weights_loaded follows. Returns the bytes of tensors that it has read. */
+static size_t weights_read(Zero* z, const char* folder, bool tied, bool shared, uint64_t* sums)
 {
     const Shard* s = z->shard;
-    const bool shared = all_ranks_see(z->comm, folder), reads = shared || z->comm->rank == 0;
+    const bool reads = shared || z->comm->rank == 0;
     SafeTensors* files = reads ? safetensors_open(folder) : nullptr;
+    z->nonfinite = NonFinite{};
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
         const SafeTensor* st = reads ? find_weight(files, t->name) : nullptr;
@@ -133,11 +215,17 @@ static size_t weights_read(Zero* z, const char* folder, bool tied, uint64_t* sum
     return read_bytes;
 }
 
-/* The weights from a folder, on every rank. */
+/* After weights_read, on every rank, once the files are known to be sound. */
+static void weights_loaded(Zero* z, const char* folder)
+{
+    nonfinite_refuse(z, folder);
+    zero_params_loaded(z);
+}
+
 static void weights_load(Zero* z, const char* folder, bool tied)
 {
-    weights_read(z, folder, tied, nullptr);
-    zero_params_loaded(z);
+    weights_read(z, folder, tied, all_ranks_see(z->comm, folder), nullptr);
+    weights_loaded(z, folder);
 }
 
 // ----------------------------------------------------------------------------------------------------------- write
@@ -158,52 +246,55 @@ static SafeTensors* weights_plan(const Shard* s, const char* path, SafeDtype dty
     return files;
 }
 
-/* Writes this rank's slice of every tensor. */
-static void weights_write_slices(Zero* z, const SafeTensors* files)
+/* This rank's slice of every tensor, piece by piece, to `use`: to be checked or written. */
+static void weights_visit_slices(Zero* z, const SafeTensors* files, const char* what,
+                                 void (*use)(const SafeTensors*, const SafeTensor*, size_t first, size_t count,
+                                             const float* values))
 {
     const Shard* s = z->shard;
-    zero_params_settle(z);
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
         const SafeTensor* st = safetensors_get(files, t->name);
-        watch_move(z->comm->watch, "writing a tensor", tensor_elems(t));
+        watch_move(z->comm->watch, what, tensor_elems(t));
         Range part = tensor_part(t, shard_slice(s, t->unit, z->comm->rank));
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < STAGING_ELEMS ? part.count - done : STAGING_ELEMS;
             zero_state_to_host(z, STATE_WEIGHTS, t->unit, part.first + done, n, z->staging);
-            safetensors_write_f32(files, st, tensor_file_offset(t, part.first) + done, n, z->staging);
+            use(files, st, tensor_file_offset(t, part.first) + done, n, z->staging);
             done += n;
         }
     }
 }
 
-/* path ends in .safetensors. One rank creates, all write, all sync. */
-static void weights_write(Zero* z, const char* path, SafeDtype dtype, size_t max_file_bytes)
+/* One rank creates, all write, all sync. */
+static void weights_write(Zero* z, SafeTensors* files)
 {
-    SafeTensors* files = weights_plan(z->shard, path, dtype, max_file_bytes);
     if (z->comm->rank == 0) safetensors_create_files(files);
     comm_barrier(z->comm);
     if (z->comm->rank != 0) safetensors_open_files(files);
-    weights_write_slices(z, files);
+    weights_visit_slices(z, files, "writing a tensor", safetensors_write_f32);
     safetensors_sync(files);
-    safetensors_close(files);
     comm_barrier(z->comm);
 }
 
 /* Writes the weights alone as an HF folder: model.safetensors, then the small files, so that an unfinished folder has
- * no config.json. */
+ * no config.json. Nothing is made before every weight is known to fit the type. */
 static void weights_export(Zero* z, const char* folder, SafeDtype dtype, size_t max_file_bytes,
                            void (*small_files)(const char* folder, void* context), void* context)
 {
     char file[4200], index[4220];
     snprintf(file, sizeof file, "%s/model.safetensors", folder);
     snprintf(index, sizeof index, "%s.index.json", file);
-    if (z->comm->rank == 0) {
-        for (const char* old : {file, index})
-            ENSURE(access(old, F_OK) != 0, "%s exists and is not overwritten: --export to another folder", old);
-        folder_make(folder);
-    }
-    weights_write(z, file, dtype, max_file_bytes);
+    for (const char* old : {file, index})
+        ENSURE(z->comm->rank != 0 || !file_exists(old), "%s exists and is not overwritten: --export to another folder",
+               old);
+    SafeTensors* files = weights_plan(z->shard, file, dtype, max_file_bytes);
+    zero_params_settle(z);
+    if (dtype != SafeDtype::F32) weights_visit_slices(z, files, "checking a tensor", safetensors_ensure_fits);
+    comm_barrier(z->comm);
+    if (z->comm->rank == 0) folder_make(folder);
+    weights_write(z, files);
+    safetensors_close(files);
     if (z->comm->rank == 0) {
         small_files(folder, context);
         folder_sync(folder);

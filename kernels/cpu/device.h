@@ -5,6 +5,7 @@
  *   device_forget_peak    the most from now on
  *   pinned_used_bytes     host memory of cudaMallocHost, allocated now
  *   host_sync_count       how often the host waited for a stream, an event or the device; nothing inside a step should
+ *   device_launches_wait  does a launch return when its work is done? Not with EMU_SEED
  *   nccl_wire_bytes       bytes this rank has sent to other ranks, by kind of collective
  *   nccl_workspace_bytes  what a communicator of num_ranks allocates once, for the memory plan */
 #pragma once
@@ -17,6 +18,7 @@ size_t device_peak_bytes(void);
 void device_forget_peak(void);
 size_t pinned_used_bytes(void);
 uint64_t host_sync_count(void);
+bool device_launches_wait(void);
 
 enum class Collective { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE, SEND_RECV };
 static const int NUM_COLLECTIVES = 6;

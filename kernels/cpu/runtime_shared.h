@@ -32,7 +32,8 @@ static size_t device_budget(void)
     if (s != nullptr) {
         char* end;
         unsigned long long mib = strtoull(s, &end, 10);
-        ENSURE(*s != '\0' && *end == '\0' && mib > 0, "TRAIN_GPT_DEVICE_MB is \"%s\"; it must be a number of MiB", s);
+        ENSURE(*s != '\0' && *end == '\0' && mib > 0 && mib <= SIZE_MAX / MIB,
+               "TRAIN_GPT_DEVICE_MB is \"%s\"; it must be a number of MiB", s);
         budget_bytes = (size_t)mib * MIB;
         return budget_bytes;
     }

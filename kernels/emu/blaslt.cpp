@@ -4,7 +4,7 @@
  * Row or column order, transposes, strided batches, and the epilogues BIAS, GELU, their AUX forms, DGELU and the bias
  * gradients BGRADA, BGRADB, DGELU_BGRAD. What a GPU would refuse is CUBLAS_STATUS_NOT_SUPPORTED from the heuristic, so
  * that fall-backs run; what only this file does not know ends the program by name.
- * EMU_NO_EPILOGUE=1 lets the heuristic refuse every fused epilogue.
+ * EMU_NO_EPILOGUE=1 lets the heuristic refuse every fused epilogue, 2 too, as an invalid value; 3 lets the call fail.
  * It offers four algorithms for each GEMM: the sums over k in 1, 2, 4 or 8 stretches, one after another, so that
  * their bits differ. EMU_FAST_ALGO=0..3 makes the others slow. */
 #include <cblas.h>
@@ -256,6 +256,12 @@ static bool layout_fits(const Layout* l)
     return l->rows > 0 && l->cols > 0 && l->ld >= (int64_t)shortest && l->batch_count >= 1;
 }
 
+static int epilogue_refusal()
+{
+    const char* how = getenv("EMU_NO_EPILOGUE");
+    return how != nullptr ? atoi(how) : 0;
+}
+
 static cublasStatus_t matmul_status(const Matmul* mm)
 {
     const Layout *a = &mm->a_layout, *b = &mm->b_layout, *c = &mm->c_layout, *d = &mm->d_layout;
@@ -269,7 +275,9 @@ static cublasStatus_t matmul_status(const Matmul* mm)
     if (a->type != b->type || c->type != d->type || (d->type != a->type && d->type != CUDA_R_32F))
         return CUBLAS_STATUS_NOT_SUPPORTED;
     uint32_t e = desc->epilogue;
-    if (e != CUBLASLT_EPILOGUE_DEFAULT && getenv("EMU_NO_EPILOGUE") != nullptr) return CUBLAS_STATUS_NOT_SUPPORTED;
+    const int refusal = e != CUBLASLT_EPILOGUE_DEFAULT ? epilogue_refusal() : 0;
+    if (refusal == 1 || refusal == 2)
+        return refusal == 1 ? CUBLAS_STATUS_NOT_SUPPORTED : CUBLAS_STATUS_INVALID_VALUE;
     bool aux_fits = desc->aux_ld >= (int64_t)mm->m && desc->aux_ld % 8 == 0;
     if (has_aux(e) && (!aux_fits || d->order != CUBLASLT_ORDER_COL)) return CUBLAS_STATUS_NOT_SUPPORTED;
     return CUBLAS_STATUS_SUCCESS;
@@ -494,6 +502,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const
     cublasStatus_t status = matmul_status(mm);
     if (algo != nullptr && !algo_is_ours(known)) status = CUBLAS_STATUS_INVALID_VALUE;
     if (mm->workspace_bytes > workspace_bytes) status = CUBLAS_STATUS_INVALID_VALUE;
+    if (mm->desc.epilogue != CUBLASLT_EPILOGUE_DEFAULT && epilogue_refusal() == 3) status = CUBLAS_STATUS_NOT_SUPPORTED;
     if (status != CUBLAS_STATUS_SUCCESS) {
         free(mm);
         return status;

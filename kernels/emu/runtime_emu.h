@@ -9,6 +9,7 @@
 #include "emu_check.h"
 #include "kernels/cpu/runtime_shared.h"
 
+bool device_launches_wait(void) { return emu_options.seed == 0; }
 static size_t default_budget_bytes(void) { return 2048 * MIB; }
 static size_t host_available_bytes(void) { return SIZE_MAX; }
 

@@ -52,10 +52,17 @@ static void fuzz_flags(const char* text, size_t length)
     free(copy);
 }
 
+/* What is read is written again, and says the same then. */
 static void fuzz_config(const char* text, size_t length)
 {
-    Config config;
-    config_read(&config, put("config.json", text, length));
+    Config config, again;
+    const char* path = put("config.json", text, length);
+    config_read(&config, path);
+    config_write(&config, path, "bf16");
+    config_read(&again, path);
+    if (again.V != config.V || again.L != config.L || again.context != config.context || again.eps != config.eps ||
+        again.num_eos != config.num_eos || again.tied != config.tied) abort();
+    free((void*)again.hf_text);
     Shard shard;
     if (config.L <= 40) {
         model_tensors(&shard, &config, 3, "");
@@ -120,6 +127,28 @@ static void fuzz_tokenizer(const char* text, size_t length)
     int* ids = tokenizer_encode(k, rest, rest_length, &num_ids);
     free(tokenizer_decode(k, ids, num_ids, &num_bytes));
     free(ids);
+    tokenizer_close(k);
+}
+
+/* A vocab.json, a zero byte, merges.txt, a zero byte, tokenizer_config.json. */
+static void fuzz_pair(const char* text, size_t length)
+{
+    const char *names[] = {"vocab.json", "merges.txt", "tokenizer_config.json"};
+    unlink(put("tokenizer.json", "", 0));
+    for (const char* name : names) {
+        const char* end = (const char*)memchr(text, 0, length);
+        size_t part = end != nullptr ? (size_t)(end - text) : length;
+        put(name, text, part);
+        text += part + (part < length);
+        length -= part + (part < length);
+    }
+    char file[4096];
+    if (!tokenizer_locate(folder, file)) return;
+    TokenizerEnds ends = tokenizer_ends(file);
+    Tokenizer* k = tokenizer_open(file);
+    if (ends.vocab_size != k->vocab_size || ends.begin >= k->vocab_size || ends.end >= k->vocab_size) abort();
+    size_t num_ids;
+    free(tokenizer_encode(k, "In the beginning", 16, &num_ids));
     tokenizer_close(k);
 }
 
@@ -215,6 +244,7 @@ typedef struct { const char* name; void (*parse)(const char* text, size_t length
 static const Target targets[] = {
     {"flags", fuzz_flags}, {"config", fuzz_config}, {"safetensors", fuzz_safetensors}, {"index", fuzz_index},
     {"shard", fuzz_shard}, {"tokenizer", fuzz_tokenizer}, {"sentencepiece", fuzz_tokenizer},
+    {"pair", fuzz_pair},
     {"prompts", fuzz_prompts}, {"choices", fuzz_choices}, {"state", fuzz_state}, {"log", fuzz_log},
     {"dsconfig", fuzz_dsconfig},
 };
@@ -316,6 +346,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t length)
     if (!accepted) {
         for (int i = 0; i < num_blocks; i++) free((void*)blocks[i]);
         close_range(first_fd, ~0u, 0);
+        num_held = 0;
     }
     num_blocks = 0;
     return 0;

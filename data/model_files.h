@@ -1,0 +1,95 @@
+/* model_files.h: what a Hugging Face folder has beside config.json and weights, and a folder written from it has too:
+ * how texts are tokenized, formatted and generated, and under what licence. Not kept: weights in other formats and
+ * their indexes, code (*.py), and README.md, which describes the source.
+ *   model_files_add(files, folder, of)   reads a folder's; a name that is there already is replaced
+ *   model_files_put(files, name, path)   reads one file
+ *   model_files_write(files, folder)     writes all; what is the same already is not written
+ * They are held in memory, since the source may be gone by the time that a checkpoint is written. */
+#pragma once
+#include <fnmatch.h>
+#include "files.h"
+
+enum FilesOf { OF_MODEL = 1, OF_TOKENIZER = 2 };     // the second belong to one vocabulary
+
+/* Patterns of names, in any case. */
+static const struct { FilesOf of; const char* pattern; } kept_files[] = {
+    {OF_MODEL, "generation_config.json"},
+    {OF_MODEL, "LICEN[CS]E*"},
+    {OF_MODEL, "*_LICENSE*"},
+    {OF_MODEL, "COPYING*"},
+    {OF_MODEL, "NOTICE*"},
+    {OF_MODEL, "*USE_POLICY*"},
+    {OF_TOKENIZER, "tokenizer.json"},
+    {OF_TOKENIZER, "tokenizer_config.json"},
+    {OF_TOKENIZER, "special_tokens_map.json"},
+    {OF_TOKENIZER, "added_tokens.json"},
+    {OF_TOKENIZER, "vocab.json"},
+    {OF_TOKENIZER, "merges.txt"},
+    {OF_TOKENIZER, "*.jinja"},
+    {OF_TOKENIZER, "tokenizer.model*"},
+    {OF_TOKENIZER, "tekken.json"},
+};
+static const char* const never_kept[] = {"*.py", "*.bin", "*.safetensors", "*.index.json", "*.tmp", ".*"};
+
+typedef struct { char *name, *data; size_t num_bytes; } ModelFile;
+
+typedef struct {
+    ModelFile* files;
+    size_t num_files;
+} ModelFiles;
+
+static inline void model_files_put(ModelFiles* m, const char* name, const char* path)
+{
+    ModelFile* file = nullptr;
+    for (size_t i = 0; i < m->num_files; i++) if (strcmp(m->files[i].name, name) == 0) file = &m->files[i];
+    if (file == nullptr) {
+        m->files = (ModelFile*)realloc(m->files, (m->num_files + 1) * sizeof *m->files);
+        ENSURE(m->files != nullptr, "out of host memory for %zu files", m->num_files + 1);
+        file = &m->files[m->num_files++];
+        *file = ModelFile{strdup(name), nullptr, 0};
+        ENSURE(file->name != nullptr, "out of host memory for the name %s", name);
+    }
+    free(file->data);
+    file->data = file_read(path, &file->num_bytes);
+}
+
+static inline bool name_matches(const char* name, const char* pattern)
+{
+    return fnmatch(pattern, name, FNM_CASEFOLD) == 0;
+}
+
+/* of: a FilesOf, or both. */
+static inline void model_files_add(ModelFiles* m, const char* folder, int of)
+{
+    DIR* dir = folder_open(folder);
+    if (dir == nullptr) return;
+    for (const char* name; (name = folder_next(dir, folder)) != nullptr; ) {
+        char path[4096 + 300];
+        struct stat info;
+        bool kept = false;
+        for (const auto& row : kept_files) kept = kept || ((row.of & of) != 0 && name_matches(name, row.pattern));
+        for (const char* pattern : never_kept) kept = kept && !name_matches(name, pattern);
+        snprintf(path, sizeof path, "%s/%s", folder, name);
+        if (kept && stat(path, &info) == 0 && S_ISREG(info.st_mode)) model_files_put(m, name, path);
+    }
+    folder_close(dir);
+}
+
+static inline void model_files_write(const ModelFiles* m, const char* folder)
+{
+    for (const ModelFile* file = m->files; file < m->files + m->num_files; file++) {
+        char path[4096 + 300];
+        snprintf(path, sizeof path, "%s/%s", folder, file->name);
+        file_update(path, file->data, file->num_bytes);
+    }
+}
+
+static inline void model_files_free(ModelFiles* m)
+{
+    for (size_t i = 0; i < m->num_files; i++) {
+        free(m->files[i].name);
+        free(m->files[i].data);
+    }
+    free(m->files);
+    *m = ModelFiles{};
+}
