@@ -17,10 +17,10 @@
  * OP_RUN also sees to what no run function mentions: outputs and scratch start as NaN; inputs are still what they were;
  * nothing outside a tensor is written; a second run, on the CPU with another number of threads, gives the same bits. */
 #pragma once
-#include <ctime>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#include "data/clock.h"
 #include "common.cuh"
 
 enum class OpWhen { ALWAYS, LARGE /* in the emulated build only if OP_LARGE is set */, BENCH /* only with --bench */ };
@@ -247,13 +247,6 @@ static inline OpInts op_ints(OpRun* run, const char* name, size_t n, int low, in
 
 // ---- running
 
-static inline double op_now_s()
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 static inline void op_fail(OpRun* run, const char* tensor, const char* what)
 {
     printf("FAIL %s %s: %s\n", run->test->name, tensor, what);
@@ -309,12 +302,12 @@ static inline void op_set_threads(int num_threads)
     if ((run)->bench) { \
         __VA_ARGS__;                                 /* warms up */ \
         CUDA_CHECK(cudaDeviceSynchronize()); \
-        double end_s_ = op_now_s() + 1.0; \
-        for (int rep_ = 0; rep_ < 100 && (rep_ < 3 || op_now_s() < end_s_); rep_++) { \
-            double start_s_ = op_now_s(); \
+        double end_s_ = now_s() + 1.0; \
+        for (int rep_ = 0; rep_ < 100 && (rep_ < 3 || now_s() < end_s_); rep_++) { \
+            double start_s_ = now_s(); \
             __VA_ARGS__; \
             CUDA_CHECK(cudaDeviceSynchronize()); \
-            double took_s_ = op_now_s() - start_s_; \
+            double took_s_ = now_s() - start_s_; \
             if (rep_ == 0 || took_s_ < (run)->best_s) (run)->best_s = took_s_; \
         } \
         return; \

@@ -12,6 +12,7 @@
  * end of a run) each token runs the whole context through model_forward, and the context slides.
  * At stage 3 all ranks run the same steps, since parameters are gathered by all; else rank 0 runs alone. */
 #pragma once
+#include "data/clock.h"
 #include "data/lines.h"
 #include "data/tokenizer.h"
 #include "data/flags.h"
@@ -238,13 +239,6 @@ typedef struct Generator {
     size_t num_generated, num_done;
 } Generator;
 
-static double generate_now_s()
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 /* Takes ids (malloc'ed) over. */
 static void prompt_begin(Prompt* p, const Model* m, int* ids, size_t num_ids, const char* from)
 {
@@ -257,7 +251,7 @@ static void prompt_begin(Prompt* p, const Model* m, int* ids, size_t num_ids, co
     p->ids = (int*)realloc(ids, (num_ids + p->config.num_tokens) * sizeof(int));
     ENSURE(p->ids != nullptr, "out of host memory for %zu tokens", num_ids + p->config.num_tokens);
     p->num_ids = p->num_prompt = (int)num_ids;
-    p->begun_s = generate_now_s();
+    p->begun_s = now_s();
     if (p->config.num_tokens == 0 && !p->wants_logits) p->finish = Finish::LENGTH;
 }
 
@@ -402,7 +396,7 @@ static void prompt_advance(Prompt* p, const Model* m, Generator* g, const floatX
         int id = next_from_logits(raw, h_logits, V, p->ids, p->num_ids, &p->config);
         p->ids[p->num_ids++] = id;
         g->num_generated++;
-        if (p->first_s == 0) p->first_s = generate_now_s();
+        if (p->first_s == 0) p->first_s = now_s();
         if (g->stops[id]) p->finish = Finish::STOP;
         if (g->streams && g->speaks && !g->stops[id]) print_token(g, id);
     }
@@ -411,7 +405,7 @@ static void prompt_advance(Prompt* p, const Model* m, Generator* g, const floatX
 
 static void prompt_end(Prompt* p, const Model* m, Generator* g)
 {
-    if (g->speaks && !g->streams) prompt_write(p, m, g, generate_now_s());
+    if (g->speaks && !g->streams) prompt_write(p, m, g, now_s());
     if (g->speaks && g->streams) printf("\n");
     if (p->first_s > 0) g->sum_first_s += p->first_s - p->begun_s;
     g->num_done++;
@@ -511,7 +505,7 @@ static void generate_uncached(Model* m, Generator* g, Prompt* first)
 /* Without `decoder` no cache. The prompt's own text is printed first when it streams. */
 static void generate_all(Model* m, Decoder* decoder, Generator* g, Prompt* first)
 {
-    g->start_s = generate_now_s();
+    g->start_s = now_s();
     if (g->streams && g->speaks) {
         int begins = 0;                              // the prompt without what the tokenizer has put before it
         while (begins < g->tokenizer->num_prefix && first->ids[begins] == g->tokenizer->prefix[begins]) begins++;
@@ -527,7 +521,7 @@ static void generate_all(Model* m, Decoder* decoder, Generator* g, Prompt* first
 /* To stderr: stdout is the text. */
 static void generate_say(const Generator* g)
 {
-    double took_s = generate_now_s() - g->start_s;
+    double took_s = now_s() - g->start_s;
     if (!g->speaks || g->num_done == 0) return;
     fprintf(stderr, "%zu token%s for %zu prompt%s in %.3f s: first token after %.1f ms on average, %.1f tok/s\n",
             g->num_generated, g->num_generated == 1 ? "" : "s", g->num_done, g->num_done == 1 ? "" : "s", took_s,

@@ -32,7 +32,7 @@ static void save_say(Run* run)
     if (run->comm.rank == 0 && s->beside[0]) fprintf(stderr, "train_gpt: %s\n", s->beside);
     if (!s->failed) {
         SAY("saved %s in %.2f s: training waited %.2f s, its threads took %.2f s\n", s->path,
-            watch_now_s() - s->begun_s, s->waited_s, s->thread_s);
+            now_s() - s->begun_s, s->waited_s, s->thread_s);
         RunLog* log = &run->log;
         log_begin(log);
         SAVE_FIELDS(LOG_FIELD)

@@ -16,8 +16,9 @@ def tree(tmp_path_factory):
     copy = tmp_path_factory.mktemp("tree")
     for name in ("data", "kernels", "model", "run", "zero"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "sets"))
-    (copy / "dev").mkdir()
-    for name in ("Makefile", "train_gpt.cu", "dev/lint.py", "dev/words.txt"):
+    for folder in ("dev", "scripts"):
+        (copy / folder).mkdir()
+    for name in ("Makefile", "train_gpt.cu", "dev/lint.py", "dev/words.txt", "scripts/toolchain.sh"):
         shutil.copy(ROOT / name, copy / name)
     subprocess.run(["git", "init", "-q"], cwd=copy, check=True)
     return copy
@@ -78,9 +79,9 @@ FAULTS = {
     "circle": ("run/ramp.h", INCLUDE, '#pragma once\n#include "run.cuh"',
                r"run/r\w+.c?u?h:\d+: a circle: .*(run/ramp.h:\d+.*run/run.cuh:\d+|run/run.cuh:\d+.*run/ramp.h:\d+)"),
     "declared": ("model/passes.cuh", INCLUDE, "#pragma once\nstatic double\n    now_s(void);",
-                 r"model/passes.cuh:\d+: declares now_s, which kernels/device.cuh:\d+ defines"),
+                 r"model/passes.cuh:\d+: declares now_s, which data/clock.h:\d+ defines"),
     "declared-otherwise": ("model/shapes.cuh", INCLUDE, "#pragma once\n[[noreturn]] static int now_s(int a = 0);",
-                           r"model/shapes.cuh:\d+: declares now_s, which kernels/device.cuh:\d+ defines"),
+                           r"model/shapes.cuh:\d+: declares now_s, which data/clock.h:\d+ defines"),
     "part": ("zero/init.h", INCLUDE, '#pragma once\n#include "kernels/attention_tests.h"',
              r"zero/init.h:\d+: kernels/attention_tests.h is part of attention.cuh"),
     "default": ("model/model.cuh", r"^    case Dim::ONE: break;$", "    default: break;",

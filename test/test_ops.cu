@@ -51,7 +51,7 @@ static double memory_gbps_measure()
     CUDA_CHECK(cudaDeviceSynchronize());
     double best_s = 1e30, bytes = 0;
     for (int rep = 0; rep < 10; rep++) {
-        double start_s = op_now_s();
+        double start_s = now_s();
 #ifdef DEVICE_CPU
         bytes = 3.0 * n * sizeof(float);
         #pragma omp parallel for
@@ -61,7 +61,7 @@ static double memory_gbps_measure()
         CUDA_CHECK(cudaMemcpyAsync(b, a, n * sizeof(float), cudaMemcpyDeviceToDevice, 0));
 #endif
         CUDA_CHECK(cudaDeviceSynchronize());
-        double took_s = op_now_s() - start_s;
+        double took_s = now_s() - start_s;
         if (took_s < best_s) best_s = took_s;
     }
     CUDA_CHECK(cudaFree(a));

@@ -63,7 +63,7 @@ static bool comm_refuses_together(void)
     MPI_Request request;
     int done = 0;
     if (getpid() != (pid_t)syscall(SYS_gettid) || MPI_Ibarrier(refusals, &request) != MPI_SUCCESS) return false;
-    for (double begun_s = watch_now_s(); !done && watch_now_s() - begun_s < (die_rank == 0 ? 0.5 : 2.0); usleep(200))
+    for (double begun_s = now_s(); !done && now_s() - begun_s < (die_rank == 0 ? 0.5 : 2.0); usleep(200))
         if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return false;
     return refuses_together = done != 0;
 }

@@ -296,20 +296,20 @@ static void saver_advance(Saver* s)
 static void saver_poll(Saver* s)
 {
     if (s->phase == SavePhase::NONE) return;
-    double before_s = watch_now_s();
+    double before_s = now_s();
     saver_advance(s);
-    s->waited_s += watch_now_s() - before_s;
+    s->waited_s += now_s() - before_s;
 }
 
 static void saver_wait(Saver* s)
 {
-    double before_s = watch_now_s();
+    double before_s = now_s();
     while (s->phase != SavePhase::NONE) {
         watch_move(s->zero->comm->watch, "a save", 0);
         saver_advance(s);
         if (s->phase != SavePhase::NONE) usleep(200);
     }
-    s->waited_s += watch_now_s() - before_s;
+    s->waited_s += now_s() - before_s;
 }
 
 /* Copies this rank's slices to the host. The host has already waited for the end of the step, so d2h need not. */
@@ -335,7 +335,7 @@ static void saver_begin(Saver* s, const RunState* state)
     saver_wait(s);
     const Shard* shard = s->zero->shard;
     s->state = *state;
-    s->begun_s = watch_now_s();
+    s->begun_s = now_s();
     s->thread_s = 0;
     s->beside[0] = 0;
     checkpoint_path(s->path, s->config.out, state->step, "");
@@ -348,7 +348,7 @@ static void saver_begin(Saver* s, const RunState* state)
     memset(s->sums, 0, (size_t)NUM_STATES * shard->num_tensors * sizeof *s->sums);
     states_copy(s);
     saver_enter(s, SavePhase::CREATE);
-    s->waited_s = watch_now_s() - s->begun_s;
+    s->waited_s = now_s() - s->begun_s;
 }
 
 /* Rank 0: removes what interrupted saves have left. What cannot be removed is said and left, and this run's unfinished

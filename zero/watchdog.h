@@ -10,8 +10,8 @@
 #pragma once
 #include <cmath>
 #include <csignal>
-#include <ctime>
 #include <pthread.h>
+#include "data/clock.h"
 #include "data/error.h"
 
 enum { WATCH_STREAMS = 4, WATCH_ENQUEUED = 4096 };
@@ -58,20 +58,13 @@ static const Beat* watch_beat(const Watch* w, int i)
     return w->beats[i].is_set == BEAT_IS_SET ? &w->beats[i] : nullptr;
 }
 
-static double watch_now_s(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + t.tv_nsec * 1e-9;
-}
-
 /* A clock that stands still while this process is stopped. */
-static double watch_running_s(const Watch* w) { return watch_now_s() - w->stopped_s; }
+static double watch_running_s(const Watch* w) { return now_s() - w->stopped_s; }
 
 /* How long a rank of this host has had no heartbeat, since this process runs. */
 static double watch_silent_s(const Watch* w, const Beat* b)
 {
-    return watch_now_s() - fmax(b->alive_s, w->continued_s);
+    return now_s() - fmax(b->alive_s, w->continued_s);
 }
 
 /* The main thread begins another activity. */
@@ -190,7 +183,7 @@ static void* watch_run(void* arg)
     Watch* w = (Watch*)arg;
     Beat* own = &w->beats[w->own];
     for (double before_s = own->alive_s; !w->stops; before_s = own->alive_s) {
-        own->alive_s = watch_now_s();
+        own->alive_s = now_s();
         if (own->alive_s - before_s > WATCH_STOPPED_S) {
             w->continued_s = own->alive_s;
             w->stopped_s = w->stopped_s + (own->alive_s - before_s);
@@ -216,7 +209,7 @@ static Watch* watch_start(Beat* beats, int num_beats, int own, int rank, double 
     memset((void*)&beats[own], 0, sizeof(Beat));
     beats[own].rank = rank;
     beats[own].pid = (int)getpid();
-    beats[own].alive_s = watch_now_s();
+    beats[own].alive_s = now_s();
     watch_move(w, "set-up", 0);
     beats[own].is_set = BEAT_IS_SET;
     ENSURE(pthread_create(&w->thread, nullptr, watch_run, w) == 0, "the watchdog's thread cannot be started");
