@@ -113,6 +113,9 @@ void RUN_ALL(const Flags* f, Comm* comm)
     run_allocate(run);
     if (resume_path[0] && trains) resume(run, resume_path);
     else weights_start(run, resume_path[0] ? resume_path : model_name, f->from_scratch && !resume_path[0]);
+#ifdef DEVICE_CUDA
+    CUDA_CHECK(cudaDeviceSynchronize());    // copies from pageable memory may have returned before they ended
+#endif
     if (exports) {
         tokenizer_say(run, model_name);
         weights_export(&run->zero, f->export_, weights_dtype(f->export_dtype), (size_t)f->shard_bytes,

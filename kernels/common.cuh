@@ -45,9 +45,15 @@ HOSTDEV void store_f(__half* p, float x) { *p = __float2half_rn(x); }
 #define ON_CPU(...) ((void)0)
 #endif
 
+/* On a GPU an error of a kernel shows at a later call. */
+#ifdef DEVICE_CUDA
+#define CUDA_LATE "; if an earlier launch failed, CUDA_LAUNCH_BLOCKING=1 shows which"
+#else
+#define CUDA_LATE ""
+#endif
 #define CUDA_CHECK(call) do { \
     cudaError_t cuda_error_ = (call); \
-    if (cuda_error_ != cudaSuccess) die_at(WHERE, "%s: %s", #call, cudaGetErrorString(cuda_error_)); \
+    if (cuda_error_ != cudaSuccess) die_at(WHERE, "%s: %s%s", #call, cudaGetErrorString(cuda_error_), CUDA_LATE); \
 } while (0)
 
 /* The finaliser of SplitMix64 (Steele, Lea, Flood 2014): 64 well mixed bits from any 64. */

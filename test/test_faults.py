@@ -202,6 +202,19 @@ def test_stopped_as_a_whole(folder):
     assert "step 150/150" in run.end().out
 
 
+def test_dead_link(folder):
+    """An error of NCCL in what is enqueued ends the run at once, not after --timeout."""
+    link = folder / "dead"
+    run = Started(flags(folder, "-n", 100000, "-z", 2), 2, TRAIN_GPT_DEAD_LINK=str(link))
+    run.wait_for("step 2/")
+    link.touch()
+    begun = time.monotonic()
+    complaint = run.end(code=1).complaint
+    assert time.monotonic() - begun < 20 and len(complaint) == 1
+    assert re.search(r"rank [01]: NCCL reports: remote process exited or there was a network error: step \d+, in ",
+                     complaint[0])
+
+
 # ---- what must be equal on all ranks -----------------------------------------------------------------------------
 def said_apart(folder, first, second):
     """Rank 0 runs one command, rank 1 another; returns the message."""

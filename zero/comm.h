@@ -200,6 +200,16 @@ static void comm_watch(Comm* c, double timeout_s)
 }
 
 /* After the device is chosen. */
+#ifndef NO_NCCL
+static const char* comm_error(void* communicator)
+{
+    ncclResult_t error = ncclSuccess;
+    const ncclResult_t answer = ncclCommGetAsyncError((ncclComm_t)communicator, &error);
+    if (answer != ncclSuccess) return ncclGetErrorString(answer);
+    return error == ncclSuccess || error == ncclInProgress ? nullptr : ncclGetErrorString(error);
+}
+#endif
+
 static void comm_init_nccl(Comm* c)
 {
     if (c->num_ranks == 1) return;
@@ -210,6 +220,7 @@ static void comm_init_nccl(Comm* c)
     if (c->rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
     MPI_CHECK(MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD));
     NCCL_CHECK(ncclCommInitRank(&c->nccl, c->num_ranks, id, c->rank));
+    watch_communicator(c->watch, c->nccl, comm_error);
 #endif
 }
 
@@ -231,6 +242,7 @@ static void comm_connect(const Comm* c, float* data, size_t n)
 static void comm_free(Comm* c)
 {
 #ifndef NO_NCCL
+    watch_communicator(c->watch, nullptr, nullptr);
     if (c->nccl != nullptr) NCCL_CHECK(ncclCommDestroy(c->nccl));
 #endif
 #ifndef NO_MPI

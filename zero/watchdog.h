@@ -2,7 +2,8 @@
  * ranks of a host, and checks how long the main thread has made no progress. After timeout_s it prints which rank waits
  * in which collective of which step, and which rank of this host has no heartbeat or is behind; then it ends the
  * process, and the launcher ends the others. If the launcher ends them first, one rank prints where it was. The thread
- * makes no CUDA, NCCL or MPI call, so that it cannot hang with them. It knows only the ranks of its own host. A job
+ * makes no CUDA, NCCL or MPI call that waits, so that it cannot hang with them: it only asks NCCL for errors of what is
+ * enqueued, such as a dead link, and ends the process at once. It knows only the ranks of its own host. A job
  * that was stopped as a whole (Ctrl-Z, SIGSTOP) runs on when it is continued: each thread sees that its own heartbeat
  * was late, and that time does not count. The collective that the line names is the oldest that is not complete, or the
  * first of its group: after each collective its stream writes the collective's number into host memory (progress.cuh).
@@ -46,6 +47,9 @@ typedef struct Watch {
     volatile unsigned long long num_enqueued;
     const unsigned long long* volatile progress;   // (WATCH_STREAMS) number of the newest complete one
     volatile bool idle;         // the main thread waits for work: only missing heartbeats count
+    pthread_mutex_t asking;     // of the two below, while the thread uses them
+    const char* (*error_of)(void* communicator);   // what has failed, else null
+    void* communicator;         // null: there is none
     volatile bool stops;
     pthread_t thread;
 } Watch;
@@ -178,6 +182,24 @@ static double watch_waited_s(const Watch* w)
     return longest_s;
 }
 
+/* What error_of is asked about from here on. */
+static void watch_communicator(Watch* w, void* communicator, const char* (*error_of)(void*))
+{
+    if (w == nullptr) return;
+    pthread_mutex_lock(&w->asking);
+    w->communicator = communicator;
+    w->error_of = error_of;
+    pthread_mutex_unlock(&w->asking);
+}
+
+static const char* watch_error(Watch* w)
+{
+    pthread_mutex_lock(&w->asking);
+    const char* error = w->communicator != nullptr ? w->error_of(w->communicator) : nullptr;
+    pthread_mutex_unlock(&w->asking);
+    return error;
+}
+
 static void* watch_run(void* arg)
 {
     Watch* w = (Watch*)arg;
@@ -192,6 +214,12 @@ static void* watch_run(void* arg)
             watch_say(w, "waits longer than --timeout");
             _exit(1);
         }
+        if (const char* error = watch_error(w)) {
+            char why[160];
+            snprintf(why, sizeof why, "NCCL reports: %s", error);
+            watch_say(w, why);
+            _exit(1);
+        }
         usleep((useconds_t)(WATCH_BEAT_S * 1e6));
     }
     return nullptr;
@@ -202,6 +230,7 @@ static Watch* watch_start(Beat* beats, int num_beats, int own, int rank, double 
 {
     Watch* w = (Watch*)malloc_checked(sizeof *w);
     *w = Watch{};
+    pthread_mutex_init(&w->asking, nullptr);
     w->beats = beats;
     w->num_beats = num_beats;
     w->own = own;
