@@ -165,7 +165,7 @@ def test_flags_exist():
     for script in [*(ROOT / "scripts").glob("*"), ROOT / "data" / "prepare.py", *(ROOT / "dev").glob("*.*")]:
         if script.suffix in (".py", ".sh"):
             known |= set(re.findall(r"--[a-z][a-z0-9-]*", script.read_text()))
-    known |= {"--hostfile", "--include", "--start", "--num_gpus", "--nodes"}
+    known |= {"--hostfile", "--include", "--start", "--num_gpus", "--nodes", "--bind-to", "--map-by", "--gpus-per-task"}
     for page in PAGES:
         for code in re.findall(r"`([^`\n]+)`", page.read_text()):
             for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9_-]*", code):

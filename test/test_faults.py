@@ -33,6 +33,11 @@ def flags(folder, *more, micro_batch=2):
             "--warmup", 2, "--sample-tokens", 0, *more]
 
 
+def hears_sighup():
+    """Also where the tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Started:
     """A run under way on several ranks; its lines are read as they come."""
 
@@ -43,7 +48,7 @@ class Started:
             pytest.skip(f"{device} is not built")
         self.process = subprocess.Popen(command(args, ranks, device, wrapper), stdout=subprocess.PIPE,
                                         stderr=subprocess.PIPE, text=True, env=environment(**ONE_THREAD, **env),
-                                        cwd=ROOT, stdin=subprocess.DEVNULL)
+                                        cwd=ROOT, stdin=subprocess.DEVNULL, preexec_fn=hears_sighup)
         self.seen = ""
         self.ranks = {None: self.process.pid}            # None: the launcher
 
@@ -259,16 +264,19 @@ def test_a_refusal_is_one_sentence(folder, ranks):
         assert len(loud.complaint) == 1 and "MPI_ABORT" not in loud.err, loud.err
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="another file under the same name needs root")
 def test_the_rank_that_failed_is_named(folder):
-    """Rank 1 alone sees a checkpoint that was cut short: rank 0, whose file is sound, says so of rank 1."""
-    run = train_gpt(*flags(folder, "-n", 1), ranks=2, out=folder / "0" / "run", **ONE_THREAD)
-    shutil.copytree(folder / "0", folder / "1")
-    (folder / "1" / "run" / "step_00000001" / "model.safetensors").write_bytes(b"")
-    elsewhere = ["sh", "-c", f'cd {folder}/$OMPI_COMM_WORLD_RANK && exec "$@"', "sh"]
-    refused = train_gpt("--resume", "run", "-d", folder / "data", "-b", 2, "-n", 2, ranks=2, wrapper=elsewhere,
-                        ok=False, **ONE_THREAD)
-    assert run.checkpoint(1).exists() and len(refused.complaint) == 1
-    assert refused.complaint[0].startswith("train_gpt: rank 1: run/step_00000001/model.safetensors: has 0 bytes")
+    """Rank 1 alone sees a file of a checkpoint that was cut short, in the folder of all: rank 0, whose file is sound,
+    says so of rank 1."""
+    run = train_gpt(*flags(folder, "-n", 1), ranks=2, out=folder / "run", **ONE_THREAD)
+    weights = run.checkpoint(1) / "model.safetensors"
+    (folder / "short").write_bytes(b"")
+    script = (f'[ $OMPI_COMM_WORLD_RANK = 0 ] || exec unshare -m sh -c "mount --bind {folder}/short {weights}; '
+              'exec \\"\\$@\\"" sh "$@"; exec "$@"')
+    refused = train_gpt("--resume", folder / "run", "-d", folder / "data", "-b", 2, "-n", 2, ranks=2,
+                        wrapper=["sh", "-c", script, "sh"], ok=False, **ONE_THREAD)
+    assert len(refused.complaint) == 1
+    assert refused.complaint[0].startswith(f"train_gpt: rank 1: {weights}: has 0 bytes")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a second host name needs root")

@@ -41,7 +41,7 @@ static void end_now(int signal)
         watch_say(watch_of_signals, why);
         _exit(1);
     }
-    if (die_rank != 0) usleep(2000 * 1000);
+    for (const double from_s = now_s(); die_rank != 0 && now_s() - from_s < 2;) usleep(50 * 1000);   // SIGCONT ends one
     const bool says_rank = die_num_ranks > 1 || die_rank != 0;
     int n = snprintf(line, sizeof line, "train_gpt: %s%s%s outside of training: nothing is saved\n",
                      says_rank ? rank_text(rank) : "", says_rank ? ": " : "", why);
