@@ -1,5 +1,6 @@
 /* files.h: files and folders: opened, read, written, synced, copied, removed.
  *   file_exists(path)              is there a file or folder of this name?
+ *   file_kind(path)                S_IFREG, S_IFDIR ...; 0: there is none
  *   file_open(path)                to read from
  *   file_read(path, &length)       the whole file, with a zero byte after it
  *   file_write(path, data, n)      the whole file, or nothing of it
@@ -19,13 +20,15 @@
 
 static inline bool error_is_absence(int error) { return error == ENOENT || error == ENOTDIR; }
 
-static inline bool file_exists(const char* path)
+static inline mode_t file_kind(const char* path)
 {
     struct stat info;
-    if (TEMP_FAILURE_RETRY(stat(path, &info)) == 0) return true;
+    if (TEMP_FAILURE_RETRY(stat(path, &info)) == 0) return info.st_mode & S_IFMT;
     ENSURE(error_is_absence(errno), "%s: cannot be examined: %s", path, strerror(errno));
-    return false;
+    return 0;
 }
+
+static inline bool file_exists(const char* path) { return file_kind(path) != 0; }
 
 // ------------------------------------------------------------------------------------------------------------ read
 /* A file that is asked for and not there counts as damage, as one that is too short does (error.h). */

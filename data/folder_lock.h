@@ -24,9 +24,9 @@ static inline unsigned long long process_started(long pid)
 {
     char path[64], text[1024];
     snprintf(path, sizeof path, "/proc/%ld/stat", pid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = (int)TEMP_FAILURE_RETRY(open(path, O_RDONLY | O_CLOEXEC));
     if (fd < 0) return 0;
-    ssize_t n = read(fd, text, sizeof text - 1);
+    ssize_t n = TEMP_FAILURE_RETRY(read(fd, text, sizeof text - 1));
     close(fd);
     text[n > 0 ? n : 0] = 0;
     const char* field = strrchr(text, ')');
@@ -51,7 +51,7 @@ static inline LockHolder lock_holder_self(void)
 static inline bool lock_holder_read(int fd, LockHolder* h)
 {
     char text[256];
-    ssize_t n = pread(fd, text, sizeof text - 1, 0);
+    ssize_t n = TEMP_FAILURE_RETRY(pread(fd, text, sizeof text - 1, 0));
     text[n > 0 ? n : 0] = 0;
     return sscanf(text, "host %63s namespace %llu pid %ld started %llu since %31s", h->host, &h->pid_namespace, &h->pid,
                   &h->started, h->since) == 5;
@@ -65,7 +65,8 @@ static inline void lock_holder_write(int fd)
     char text[256];
     int n = snprintf(text, sizeof text, "host %s namespace %llu pid %ld started %llu since %s\n", h.host,
                      h.pid_namespace, h.pid, h.started, h.since);
-    if (ftruncate(fd, pwrite(fd, text, (size_t)n, 0) == n ? n : 0) != 0) return;
+    const ssize_t written = TEMP_FAILURE_RETRY(pwrite(fd, text, (size_t)n, 0));
+    if (TEMP_FAILURE_RETRY(ftruncate(fd, written == n ? n : 0)) != 0) return;
 }
 
 /* Another process has the lock: refuses, or returns if that process was of this host and is gone. */
@@ -96,7 +97,7 @@ static inline void folder_lock(const char* out)
     char path[4200];
     folder_make(out);
     snprintf(path, sizeof path, "%s/lock", out);
-    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
+    int fd = (int)TEMP_FAILURE_RETRY(open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666));
     ENSURE(fd >= 0, "%s: cannot be written: %s", path, strerror(errno));
     int error = lock_try(fd);
     // A second: the name is that of the holder before, if the new one has not yet written its own.

@@ -65,12 +65,11 @@ static inline void model_files_add(ModelFiles* m, const char* folder, int of)
     if (dir == nullptr) return;
     for (const char* name; (name = folder_next(dir, folder)) != nullptr; ) {
         char path[4096 + 300];
-        struct stat info;
         bool kept = false;
         for (const auto& row : kept_files) kept = kept || ((row.of & of) != 0 && name_matches(name, row.pattern));
         for (const char* pattern : never_kept) kept = kept && !name_matches(name, pattern);
         snprintf(path, sizeof path, "%s/%s", folder, name);
-        if (kept && stat(path, &info) == 0 && S_ISREG(info.st_mode)) model_files_put(m, name, path);
+        if (kept && file_kind(path) == S_IFREG) model_files_put(m, name, path);
     }
     folder_close(dir);
 }

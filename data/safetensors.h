@@ -324,12 +324,6 @@ static inline void safe_check_index(const SafeTensors* st, const cJSON* weight_m
     }
 }
 
-static inline bool safe_is_file(const char* path)
-{
-    struct stat st;
-    return file_exists(path) && stat(path, &st) == 0 && S_ISREG(st.st_mode);
-}
-
 /* path may be a .safetensors file, such a name of which only its index exists, an index, or a folder. */
 static inline SafeTensors* safetensors_open(const char* path)
 {
@@ -337,18 +331,18 @@ static inline SafeTensors* safetensors_open(const char* path)
     memset(st, 0, sizeof *st);
     st->path = strdup(path);
     char file[4096], index[4200];
-    struct stat stat_of;
-    bool is_folder = file_exists(path) && stat(path, &stat_of) == 0 && S_ISDIR(stat_of.st_mode);
+    bool is_folder = file_kind(path) == S_IFDIR;
     int used = snprintf(file, sizeof file, "%s%s", path, is_folder ? "/model.safetensors" : "");
     ENSURE(used < (int)sizeof file, "%s: the path is too long", path);
     bool is_index = used > 5 && strcmp(file + used - 5, ".json") == 0;
     snprintf(index, sizeof index, "%s%s", file, is_index ? "" : ".index.json");
-    if (safe_is_file(file) && !is_index) {
+    if (file_kind(file) == S_IFREG && !is_index) {
         safe_read_file(st, file);
         safe_sort_and_check_names(st);
         return st;
     }
-    ENSURE(safe_is_file(index), "%s: cannot be found; weights are a .safetensors file, its .index.json, or a folder "
+    ENSURE(file_kind(index) == S_IFREG,
+           "%s: cannot be found; weights are a .safetensors file, its .index.json, or a folder "
            "with model.safetensors or model.safetensors.index.json", path);
     cJSON* root = json_parse_file(index);
     const cJSON* weight_map = json_object(root, "weight_map", index);

@@ -437,8 +437,7 @@ static inline void tokenizer_read_prefix(Tokenizer* k, const cJSON* processor)
 static inline Tokenizer* tokenizer_open(const char* path)
 {
     char file[4096];
-    struct stat st;
-    if (stat(path, &st) == 0 && S_ISDIR(st.st_mode)) tokenizer_locate(path, file);
+    if (file_kind(path) == S_IFDIR) tokenizer_locate(path, file);
     else ENSURE(snprintf(file, sizeof file, "%s", path) < (int)sizeof file, "%s: the path is too long", path);
     cJSON* root = tokenizer_json(file);
     const cJSON* model = json_object(root, "model", file);

@@ -27,7 +27,7 @@ static inline cJSON* json_beside(const char* file, const char* name)
 {
     char path[4096];
     path_beside(path, file, name);
-    return access(path, R_OK) == 0 ? json_parse_file(path) : json_new_object();
+    return file_exists(path) ? json_parse_file(path) : json_new_object();
 }
 
 /* Is it vocab.json, with merges.txt beside it? */
@@ -36,7 +36,7 @@ static inline bool tokenizer_is_pair(const char* file)
     char merges[4096];
     const char* slash = strrchr(file, '/');
     path_beside(merges, file, "merges.txt");
-    return strcmp(slash != nullptr ? slash + 1 : file, "vocab.json") == 0 && access(merges, R_OK) == 0;
+    return strcmp(slash != nullptr ? slash + 1 : file, "vocab.json") == 0 && file_exists(merges);
 }
 
 /* Is the pair GPT-2's by tokenizer_config.json, or where that names no class, not Qwen2's by config.json? */
@@ -56,10 +56,10 @@ static inline bool tokenizer_locate(const char* folder, char (&file)[4096])
 {
     int n = snprintf(file, sizeof file, "%s/vocab.json", folder);
     ENSURE(n + 8 < (int)sizeof file, "%s: the path is too long", folder);
-    bool has_pair = access(file, R_OK) == 0 && tokenizer_is_pair(file) && pair_is_gpt2(file);
+    bool has_pair = file_exists(file) && tokenizer_is_pair(file) && pair_is_gpt2(file);
     char whole[4096];
     path_beside(whole, file, "tokenizer.json");
-    bool has_whole = access(whole, R_OK) == 0;
+    bool has_whole = file_exists(whole);
     if (has_whole || !has_pair) memcpy(file, whole, sizeof file);
     return has_whole || has_pair;
 }

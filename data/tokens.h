@@ -83,7 +83,7 @@ static inline bool token_path_is_source(const char* path)
     char index[4096];
     if (length < 4 || length >= sizeof index || strcmp(path + length - 4, ".bin") != 0) return false;
     snprintf(index, sizeof index, "%.*s.idx", (int)length - 4, path);
-    return access(index, F_OK) == 0;
+    return file_exists(index);
 }
 
 /* The name of a path without folders and suffixes, for data/sets/NAME: its first character and the length. */
@@ -264,10 +264,9 @@ static inline TokenSet token_set_open(const char* spec, const char* split, bool 
     TokenSet set;
     memset(&set, 0, sizeof set);
     char** paths = nullptr;
-    struct stat st;
-    bool exists = file_exists(spec) && stat(spec, &st) == 0;
-    if (exists && S_ISDIR(st.st_mode)) paths = token_paths_of_folder(spec, split, &set.num_files);
-    else if (exists) paths = token_paths_push(paths, &set.num_files, spec);
+    const mode_t kind = file_kind(spec);
+    if (kind == S_IFDIR) paths = token_paths_of_folder(spec, split, &set.num_files);
+    else if (kind != 0) paths = token_paths_push(paths, &set.num_files, spec);
     else paths = token_paths_of_pattern(spec, &set.num_files);
     qsort(paths, set.num_files, sizeof *paths, token_path_compare);
 

@@ -232,7 +232,7 @@ static void config_read_eos(Config* c, const cJSON* j, const char* path)
     const char* slash = strrchr(path, '/');
     snprintf(beside, sizeof beside, "%.*sgeneration_config.json", slash != nullptr ? (int)(slash + 1 - path) : 0, path);
     config_add_eos(c, j, path);
-    if (access(beside, F_OK) != 0) return;
+    if (!file_exists(beside)) return;
     cJSON* generation = json_parse_file(beside);
     config_add_eos(c, generation, beside);
     cJSON_Delete(generation);
