@@ -23,7 +23,7 @@ inline bool (*die_together)(void) = nullptr;         // do all ranks refuse? Wai
 inline void (*die_abort)(int exit_code) = nullptr;   // takes all ranks down; null before comm_init, and with one rank
 inline bool (*die_is_said)(void) = nullptr;          // has another rank said why? Null before comm_watch
 
-/* What became of an attempt, from good to bad. DAMAGED: a file is not as it was written: its checksum, size or syntax
+/* The outcome of an attempt, from good to bad. DAMAGED: a file is not as it was written: its checksum, size or syntax
  * is wrong, or it is missing. FAILED: anything else, such as a disk that cannot be read now; it says nothing of the
  * file. */
 enum class Outcome { WELL, DAMAGED, FAILED };

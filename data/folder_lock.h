@@ -7,7 +7,7 @@
  *
  * The lock is that of the open file (F_OFD_SETLK): unlike a POSIX lock it is not released when another descriptor of
  * the same file is closed. Some network file systems keep the lock of a process that is gone; if it was of this host,
- * the folder is taken over. Others have no locks: that is said, and a second run would not be noticed. */
+ * the folder is taken over. Others have no locks: that is reported, and a second run would not be noticed. */
 #pragma once
 #include <ctime>
 #include "files.h"

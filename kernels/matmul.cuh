@@ -13,7 +13,7 @@
  *         the CPU for any number of threads; on a GPU, the same bits for the same shapes and GPU.
  * cost    2*N*IC*OC flops each, judged against the FMA (CPU) or tensor core (GPU) peak
  * fused   GPU: bias, tanh GELU and its derivative, and the column sums of dbias are epilogues of cuBLASLt where it
- *         has them for a shape; where not, which is said once for each kind, they are passes of their own. With
+ *         has them for a shape; where not, which is reported once for each kind, they are passes of their own. With
  *         TRAIN_GPT_EPILOGUES=none all are
  * source  CPU: cpu/gemm.h, for a few rows cpu/gemv.h. GPU: cuBLASLt. It is column-major: it sees each of our row-major
  *         matrices transposed, so a GEMM is asked for as D^T = B^T * A^T, and a row-major (rows, cols) matrix goes

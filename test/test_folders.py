@@ -100,7 +100,7 @@ def test_another_tokenizer_comes_with_its_own_files(tmp_path):
     (True, False, V - 1, None), (True, False, V, "has ids up to 300, the model has 300"),
     (False, False, V - 1, "-d was not given"), (False, True, V - 1, None)])
 def test_tokenizer_of_the_data(tmp_path, given, preset, largest, why):
-    """A folder without one gets that of -d if -d is given and its ids fit, else none, and that is said. A preset that
+    """A folder without one gets that of -d if -d is given and its ids fit, else none, as reported. A preset that
     trains on the default data gets theirs."""
     folder = data(tmp_path / "data" / "sets" / "kjv")                    # the default of -d, from tmp_path
     byte_tokenizer(folder / "tokenizer.json")

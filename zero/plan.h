@@ -108,7 +108,7 @@ static void plan_row_allocate(const Plan* p, const PlanRow* row)
 #ifdef DEVICE_CUDA
 /* Says what the device has lost beyond the plan since free_bytes were free. That need not be ours: another process may
  * allocate meanwhile, and the driver takes device memory for the page tables of pinned memory and for code that it
- * loads at its first launch. So it is said, from a size on that the driver does not explain, and ends nothing. */
+ * loads at its first launch. So it is reported, from a size on that the driver does not explain, and ends nothing. */
 static void plan_say_taken(const Plan* p, size_t free_before_bytes)
 {
     size_t free_bytes, total_bytes, own_bytes = 0;

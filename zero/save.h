@@ -20,7 +20,7 @@
  * this one. If not all ranks see the folder, rank 0 writes for all in WRITE: the others send it their slices from the
  * main thread, and training waits for that.
  *
- * Saved is what has been renamed to step_N. What fails after that, and what cannot be deleted, is said beside it
+ * Saved is what has been renamed to step_N. What fails after that, and what cannot be deleted, is reported beside it
  * (Saver.beside) and left; neither a save nor a start depends on it. */
 #pragma once
 #include <pthread.h>
@@ -351,7 +351,7 @@ static void saver_begin(Saver* s, const RunState* state)
     s->waited_s = now_s() - s->begun_s;
 }
 
-/* Rank 0: removes what interrupted saves have left. What cannot be removed is said and left, and this run's unfinished
+/* Rank 0: removes what interrupted saves have left. What cannot be removed is reported and stays. This run's unfinished
  * checkpoints get other names. Returns the number in them: 1 for step_N.tmp, K for step_N.K.tmp. A checkpoint after
  * first_step is an error. */
 static int saver_clean(const char* out, size_t first_step)
