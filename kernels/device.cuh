@@ -81,6 +81,17 @@ static void device_rate(Device* d, const GpuRow* row)
     d->link_gbps = row->link_gbps;
 }
 
+/* Is it a GPU: emulated, or of a plan, too? */
+static bool device_is_gpu(const Device* d)
+{
+#ifdef DEVICE_CPU
+    return d->row != nullptr;
+#else
+    (void)d;
+    return true;
+#endif
+}
+
 /* A GPU that is not here, by its name in the table, for a plan. */
 static void device_imagine(Device* d, const char* name)
 {

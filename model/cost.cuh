@@ -229,9 +229,9 @@ static void cost_head_chunked(CostWalk* w)
     const Config* c = &w->m->config;
     const double times = w->times;
     for (int index = 0; index < c->num_pieces; index++) {
-        int max_rows;
-        LogitsPiece piece = head_piece(w->m, index, &max_rows);
-        const ChunkKinds both = chunk_kinds(w->N, (size_t)max_rows);
+        int chunk_rows;
+        LogitsPiece piece = head_piece(w->m, index, (int)w->N, &chunk_rows);
+        const ChunkKinds both = chunk_kinds(w->N, (size_t)chunk_rows);
         for (Chunks chunks : both.kinds) {
             if (chunks.count == 0) continue;
             double rows = chunks.rows, C = c->C, VP = piece.stride;

@@ -297,6 +297,8 @@ typedef struct Model {
     unsigned long long seed;  // of the masks
     size_t first_sequence;    // of this rank's micro-batch, in the stream of data
     bool drops;               // this is training
+    int given_head_rows;      // --head-rows; 0: head_chunk_rows decides
+    bool on_gpu;              // the plan's device is a GPU
     int head_rows;            // rows of logits that exist at a time
     float* rope;              // (T,HS)    LLaMA: cosines and sines of every position
     // activations, one of each per layer that keeps it (kept_layers); means are GPT-2's alone
@@ -378,6 +380,32 @@ static Block model_block(const Model* m, int layer)
     return a;
 }
 
+/* Rows of a chunk of the head: N rows in chunks of about the same size with at most max_rows, on a GPU whole tiles of a
+ * GEMM. */
+static int head_chunk_rows(const Model* m, size_t N, size_t max_rows)
+{
+    const size_t tile = m->on_gpu && max_rows >= 64 ? 64 : 1;
+    if (m->given_head_rows > 0 || N <= max_rows) return (int)(N < max_rows ? N : max_rows);
+    return (int)round_up(ceil_div(N, ceil_div(N, max_rows / tile * tile)), tile);
+}
+
+/* How many rows of logits exist at a time. The gradient of the head's weight is a sum over the chunks, so that their
+ * size is a rule of shapes and kind of device, never of free memory. On a GPU up to 1 GiB: each chunk reads and writes
+ * that gradient, and GEMMs of few rows fill no GPU. On a CPU up to 64 MiB, for its caches. */
+static int model_head_rows(const Model* m, size_t N)
+{
+    const size_t max_bytes = (size_t)(m->on_gpu ? 1024 : 64) << 20;
+    if (m->given_head_rows > 0) return head_chunk_rows(m, N, m->given_head_rows);
+    return head_chunk_rows(m, N, max_size(max_bytes / (m->config.VP * sizeof(floatX)), 256));
+}
+
+/* Where the vocabulary is chunked no more than all rows of the widest piece, but a whole row, for generation. */
+static size_t logits_elems(const Model* m, size_t N)
+{
+    const size_t VP = m->config.VP, elems = m->head_rows * VP, widest = N * piece_columns(&m->config, 0);
+    return m->chunks_vocab && widest < elems ? max_size(widest, VP) : elems;
+}
+
 /* Adds activations' rows to the plan. Without `training` only what a forward needs. */
 static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
 {
@@ -386,8 +414,7 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     m->T = T;
     size_t N = (size_t)B * T, C = c->C, F = c->F, FC = fc_width(c), LN = c->L * N, NC = layer_elems(N, C);
     size_t Q = config_dim(c, Dim::Q), QKV = config_dim(c, Dim::QKV);
-    size_t head_rows = max_size(((size_t)64 << 20) / (c->VP * sizeof(floatX)), 256);
-    m->head_rows = (int)ceil_div(N, ceil_div(N, head_rows));       // chunks of about the same size
+    m->head_rows = model_head_rows(m, N);
     const char* label = "activations";
     const Place D = Place::DEVICE;
     size_t cheap = kept_layers(m, Recompute::CHEAP), mlp = kept_layers(m, Recompute::MLP);
@@ -413,7 +440,7 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
         for (float** p : {&m->norm_1_mean, &m->norm_2_mean}) plan_add(plan, label, D, p, LN);
         plan_add(plan, label, D, &m->norm_f_mean, N);
     }
-    plan_add(plan, "logits", D, &m->logits, (size_t)m->head_rows * c->VP);
+    plan_add(plan, "logits", D, &m->logits, logits_elems(m, N));
     for (int** p : {&m->tokens, &m->targets}) plan_add(plan, "tokens", D, p, N);
     size_t norm_scratch = is_llama(m) ? rmsnorm_scratch_elems(c->C) : layernorm_scratch_elems(c->C);
     size_t scratch = max_size(norm_scratch, attention_scratch_elems(B, T, c->NH, c->HS));

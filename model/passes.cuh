@@ -163,12 +163,12 @@ static void head_loss(Model* m, int N, float dloss, bool backward)
     }
 }
 
-/* The logits' columns of a piece of the head, in m->logits (rows,stride); how many rows of them fit. */
-static LogitsPiece head_piece(const Model* m, int piece, int* max_rows)
+/* The logits' columns of a piece of the head, in m->logits (rows,stride), for chunks of chunk_rows of N rows. */
+static LogitsPiece head_piece(const Model* m, int piece, int N, int* chunk_rows)
 {
     const Config* c = &m->config;
     int first = piece * c->piece_rows, stride = piece_columns(c, piece), left = c->V - first;
-    *max_rows = (int)((size_t)m->head_rows * c->VP / stride);
+    *chunk_rows = head_chunk_rows(m, N, (size_t)m->head_rows * c->VP / stride);
     return LogitsPiece{first, left < stride ? left : stride, stride, piece == c->num_pieces - 1};
 }
 
@@ -181,13 +181,13 @@ static void head_loss_chunked(Model* m, int N, float dloss, bool backward, int m
     int C = c->C, num_visits = backward ? 2 * c->num_pieces : c->num_pieces;
     for (int visit = 0; visit < num_visits; visit++) {
         bool up = visit < c->num_pieces;
-        int index = up ? visit : num_visits - 1 - visit, unit = unit_lm_head(c, index), max_rows;
-        LogitsPiece piece = head_piece(m, index, &max_rows);
+        int index = up ? visit : num_visits - 1 - visit, unit = unit_lm_head(c, index), chunk_rows;
+        LogitsPiece piece = head_piece(m, index, N, &chunk_rows);
         zero_params_begin(z, unit);
         if (!up) zero_gradient_begin(z, unit);
         const floatX* weight = model_param(m, unit, LM_HEAD);
-        for (int first = 0; first < N; first += max_rows) {
-            int rows = N - first < max_rows ? N - first : max_rows;
+        for (int first = 0; first < N; first += chunk_rows) {
+            int rows = N - first < chunk_rows ? N - first : chunk_rows;
             const floatX* inp = m->norm_f + (size_t)first * C;
             matmul_forward(m->logits, inp, weight, nullptr, rows, C, piece.stride, Layout::OUT_IN, stream);
             if (up) {

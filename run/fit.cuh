@@ -104,10 +104,16 @@ static bool rung_next(const Run* run, Setting* s)
     return false;
 }
 
-/* Prints changes, each on top of those before, up to the first setting that fits into have_bytes. */
+/* Prints changes, each on top of those before, up to the first setting that fits into have_bytes. Apart from them
+ * smaller chunks of the head, if its logits are large, since they change the order of sums. */
 static void ladder_print(const Run* run, FILE* f, size_t have_bytes)
 {
     Setting s = run->setting;
+    const Model* m = &run->model;
+    const double logits_bytes = (double)logits_elems(m, (size_t)m->B * m->T) * sizeof(floatX);
+    if (logits_bytes > 0.1 * have_bytes && m->head_rows >= 4)
+        fprintf(f, "  --head-rows %-6d           %7.1f MiB of logits less, in another order of sums\n",
+                m->head_rows / 4, 0.75 * logits_bytes / 1048576.0);
     if (sizeof(floatX) == 4 && ISA_NAME(device_bytes_bf16) != nullptr) {
         size_t bytes = ISA_NAME(device_bytes_bf16)(run, s);
         fprintf(f, "  -p bf16                      %12.1f MiB  %s\n", bytes / 1048576.0,

@@ -439,6 +439,8 @@ static void plan_run(Run* run, bool training)
     m->dropout = f->dropout;
     m->attention_dropout = attention_dropout(f);
     m->seed = (unsigned long long)f->seed;
+    m->given_head_rows = (int)f->head_rows;
+    m->on_gpu = device_is_gpu(&run->device);
     m->offloads = (s->offloaded & OFFLOAD_ACTIVATIONS) != 0 && training;
     bool slices_grads = s->stage == 2 && training && strcmp(f->reduce, "step") != 0;
     m->chunks_vocab = (s->stage == 3 || slices_grads) && m->config.num_pieces > 1;

@@ -5,7 +5,7 @@ import re
 
 import init
 import pytest
-from util import ROOT, gpt2_config, llama_config, shard_write, train_gpt
+from util import ROOT, gpt2_config, llama_config, plan_rows, shard_write, train_gpt
 
 ROW = re.compile(r"^  (forward|backward|recompute|optimizer) +(\w+) +(\w*) +(\d+) calls +(\S+) Gflop +(\S+) MB", re.M)
 V, VP, C, NH, T, L, F_LLAMA = 97, 128, 64, 4, 16, 3, 176
@@ -126,6 +126,28 @@ def test_calls_and_bytes_of_a_step(tmp_path, monkeypatch, family, flags, B=16):
             wrong.append(ops)
     assert wrong == []
     assert {row[1] for row in rows} == {row[1] for row in rows for ops, _, _ in GROUPS if re.fullmatch(ops, row[1])}
+
+
+# ---- chunks of the head -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("flags, rows, mib", [
+    (["--gpu", "h100"], [4736] * 6 + [4352], 909), (["--gpu", "h100", "-p", "bf16"], [8192] * 4, 786),
+    ([], [331] * 98 + [330], 63.5), (["--gpu", "h100", "--head-rows", 10000], [10000] * 3 + [2768], 1919)])
+def test_head_rows(flags, rows, mib):
+    """Chunks of 32768 rows of GPT-2's logits: on a GPU at most 1 GiB, on a CPU 64 MiB, of about the same size."""
+    out = train_gpt("--plan", "-m", "gpt2", "-b", 32, "-t", 1024, *flags).out
+    calls = [int(row[3]) for row in ROW.findall(out) if row[2] == "head"]
+    assert calls == [len(rows)] * 3
+    size = 2 if "bf16" in flags else 4
+    assert plan_rows(out)["logits"] == pytest.approx(max(rows) * 50304 * size / 2**20, abs=0.1)
+    assert plan_rows(out)["logits"] == pytest.approx(mib, rel=1e-3)
+
+
+def test_head_rows_of_a_chunked_vocabulary(tmp_path):
+    """All rows of the widest piece fit, so that no chunk is needed, and no room for rows of the whole vocabulary."""
+    out = train_gpt("--plan", "-m", "llama3-8b", "-p", "bf16", "--gpu", "h100", "--ranks", 8, "-z", 3, "-b", 1, "-t",
+                    8192).out
+    assert [int(row[3]) for row in ROW.findall(out) if row[2] == "head"] == [3] * 4
+    assert plan_rows(out)["logits"] == pytest.approx(8192 * 42752 * 2 / 2**20, abs=0.1)
 
 
 # ---- sizes that a plan does not walk through ----------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """The same training whatever the layout: ranks, ZeRO stages, micro-steps, stops and resumes."""
 import json
+import re
 import shutil
 
 import init
 import numpy as np
 import pytest
-from util import FULL, built_devices, gpt2_config, safetensors_read, shard_write, train_gpt, weights
+from util import FULL, built_devices, gpt2_config, plan_rows, safetensors_read, shard_write, train_gpt, weights
 
 CONFIG = gpt2_config(97, 48, 24, L=2, NH=3)
 STEPS, EVERY = 20, 7                            # steps, a checkpoint every so many
@@ -47,6 +48,19 @@ def assert_same_bits(run, reference, first=0):
     for key in ("loss", "norm", "lr"):
         assert run.series(key) == reference.series(key)[first:], key
     assert run.log[-1]["state_hash"] == reference.log[-1]["state_hash"]
+
+
+def test_head_rows(tmp_path, reference):
+    """The head in chunks of any number of rows; a resumed run says that it has another."""
+    args = [*flags(tmp_path, reference.steps), *layout(1, 0)]
+    run = train_gpt(*args, "--head-rows", 41, device=reference.device, out=tmp_path / "run")
+    assert_same_losses(run, reference)
+    assert plan_rows(run.out)["logits"] == pytest.approx(41 * 128 * 4 / 2**20, abs=0.1)
+    assert "--head-rows=41" in json.loads((run.folder / "run.json").read_text())["arguments"]
+    rest = train_gpt("--resume", reference.checkpoint(reference.every), *args[3:], "--head-rows", 41,
+                     device=reference.device, out=tmp_path / "rest")
+    assert re.findall(r"^        --(\S+) is (\S+), was (\S*)$", rest.out, re.M) == [("head-rows", "41", "0")]
+    assert_same_losses(rest, reference, first=reference.every)
 
 
 def test_learns(reference):

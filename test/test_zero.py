@@ -12,8 +12,8 @@ import subprocess
 import init
 import numpy as np
 import pytest
-from util import (FULL, ROOT, assert_sent_as_planned, built_devices, command, environment, gpt2_config, moments,
-                  ranks_of, safetensors_read, shard_write, train_gpt, weights)
+from util import (FULL, ROOT, assert_sent_as_planned, built_devices, command, environment, gpt2_config, host_rows,
+                  moments, plan_rows, ranks_of, safetensors_read, shard_write, train_gpt, weights)
 
 CONFIG = gpt2_config(97, 24, 16, L=5, NH=3)
 STEPS = 20
@@ -503,20 +503,6 @@ def test_llama_at_stage_3(tmp_path, device):
 
 
 # ---- the plan ----------------------------------------------------------------------------------------------------
-def plan_rows(out):
-    """{label: MiB} of device memory."""
-    return memory_rows(out.split("device memory per rank\n")[1].split("host memory")[0])
-
-
-def host_rows(out):
-    rows = memory_rows(out.split("host memory per rank\n")[1].split("total")[0])
-    return {label: mib for label, mib in rows.items() if label != "program and libraries"}
-
-
-def memory_rows(block):
-    return {label.strip(): float(mib) for label, mib in re.findall(r"  (.+?) +([\d.]+) MiB\n", block)}
-
-
 @pytest.mark.parametrize("stage,ranks", [(0, 1), (1, 4), (2, 4), (3, 8)])
 def test_zero_table(tmp_path, stage, ranks):
     """The bytes of model states, by hand: gpt2-xl in fp32 with fp32 gradients, up to padding (less than 1 %)."""
@@ -602,6 +588,7 @@ def test_last_rung():
     args = ["--plan", "-m", "d8", "-b", 2, "-t", 512, "--device-mb"]
     ladder = train_gpt(*args, 1).out.split("does not fit")[1]
     assert re.search(r"MiB +--offload \S+ .*\n  none of these fits", ladder)
+    assert re.search(r"^  --head-rows \d+ +[\d.]+ MiB of logits less", ladder, re.M)
     rungs = re.findall(r"^  (-z.*?) +([\d.]+) MiB(?: +(--offload \S+))?", ladder, re.M)
     names = [" ".join(" ".join(rung[::2]).split()) for rung in rungs]
     assert names == ["-z 0 -r cheap -b 2 -g 1", "-z 0 -r mlp -b 2 -g 1", "-z 0 -r attention -b 2 -g 1",

@@ -116,6 +116,20 @@ def train_gpt(*args, ranks=1, device="cpu", out=None, ok=True, timeout=300, wrap
     return run
 
 
+def plan_rows(out):
+    """{label: MiB} of device memory."""
+    return memory_rows(out.split("device memory per rank\n")[1].split("host memory")[0])
+
+
+def host_rows(out):
+    rows = memory_rows(out.split("host memory per rank\n")[1].split("total")[0])
+    return {label: mib for label, mib in rows.items() if label != "program and libraries"}
+
+
+def memory_rows(block):
+    return {label.strip(): float(mib) for label, mib in re.findall(r"  (.+?) +([\d.]+) MiB\n", block)}
+
+
 def assert_sent_as_planned(run, steps):
     """Of a run with verbose=True on several ranks: what was sent is as expected, and steps sent what was planned."""
     sent, expected, in_steps, per_step = map(int, re.search(
