@@ -8,9 +8,10 @@ HAVE_GPU       := $(shell nvidia-smi -L 2>/dev/null | grep -m 1 '^GPU ')
 DEFAULT_DEVICE := $(if $(HAVE_GPU),cuda,cpu)
 DEVICE         ?= $(DEFAULT_DEVICE)
 # Variants of the emulated build: CHECK=1 (kernels/emu/emu_check.cpp) and COVERAGE=1 (dev/coverage.sh). Of the CPU
-# build: SANITIZE=1 (addresses, undefined behaviour, leaks) and DEV=1 (-O1, compiled in a third of the time).
+# build: SANITIZE=1 (addresses, undefined behaviour, leaks) and DEV=1 (-O1, compiled in a third of the time). Of the
+# build for GPUs: SHARE_GPU=1 (kernels/cpu/share_gpu.h).
 VARIANT        := $(if $(filter emu,$(DEVICE)),$(if $(CHECK),check,$(if $(COVERAGE),coverage,emu)),$\
-                    $(if $(SANITIZE),sanitize,$(if $(DEV),dev,$(DEVICE))))
+                    $(if $(SANITIZE),sanitize,$(if $(DEV),dev,$(DEVICE)$(if $(SHARE_GPU),-share))))
 BUILD          := build/$(VARIANT)
 ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
   NUM_CORES := $(shell nproc)
@@ -93,7 +94,7 @@ else ifeq ($(DEVICE),cuda)
     endif
     # ARCH, the GPUs of this machine, or those in use; PTX of the newest for later GPUs.
     ARCHS    := $(call ask,arch $(NVCC) $(ARCH))
-    $(if $(NO_NCCL),,$(call ask,nccl $(NVCC)))
+    $(if $(NO_NCCL)$(SHARE_GPU),,$(call ask,nccl $(NVCC)))
   endif
   NEWEST     := $(lastword $(ARCHS))
   GENCODE    := $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
@@ -101,8 +102,15 @@ else ifeq ($(DEVICE),cuda)
   COMPILE    := $(NVCC) -std=c++17 -O3 --threads 0 -Xcompiler -fopenmp,-Wall,-Werror=switch -DDEVICE_CUDA -I. \
                 $(MPI_FLAGS) $(GENCODE)
   LINK       := $(NVCC) -Xcompiler -fopenmp $(GENCODE)
-  LIBS       += -lcublasLt $(if $(NO_NCCL),,-lnccl)
+  LIBS       += -lcublasLt $(if $(NO_NCCL)$(SHARE_GPU),,-lnccl)
   SUPPORT    :=
+  ifdef SHARE_GPU
+    # Only nccl.h of kernels/cpu: the toolkit's headers are found first.
+    COMPILE  += -DSHARE_GPU -Xcompiler -idirafter,kernels/cpu
+    SUPPORT  := nccl
+    COMPILE_SUPPORT := $(CXX) -x c++ -std=c++17 -O2 $(WARN) -DDEVICE_CUDA -DSHARE_GPU -Ikernels/cpu -I. \
+                $(subst -Xcompiler ,,$(MPI_FLAGS))
+  endif
 else
   $(error DEVICE=$(DEVICE) is not known: cpu, emu or cuda)
 endif
@@ -137,7 +145,7 @@ $(ISA_OBJS): $(BUILD)/train_gpt.%.o: train_gpt.cu $(BUILD)/flags
 	    $(MMD) -c $< -o $@
 
 $(BUILD)/%.o: kernels/cpu/%.cpp $(BUILD)/flags
-	$(COMPILE) $(if $(CHECKED),-O2) $(MMD) -c $< -o $@
+	$(or $(COMPILE_SUPPORT),$(COMPILE)) $(if $(CHECKED),-O2) $(MMD) -c $< -o $@
 $(BUILD)/%.o: kernels/emu/%.cpp $(BUILD)/flags
 	$(COMPILE) $(if $(CHECKED),-O2) $(MMD) -c $< -o $@
 
@@ -235,7 +243,7 @@ PYTHON := $(firstword $(wildcard .venv/bin/python) python3)
 MMD      = -MMD -MP -MF $(@:.o=.d)
 COMPILE += $(if $(SPILLS),-Xptxas -v)
 
-FLAGS    = $(COMPILE) $(CHECKED) $(LINK) $(LIBS) $(PREC) $(ISA)
+FLAGS    = $(COMPILE) $(COMPILE_SUPPORT) $(CHECKED) $(LINK) $(LIBS) $(PREC) $(ISA)
 # A change of flags rebuilds: the file is touched only when its text differs.
 $(BUILD)/flags: force
 	@mkdir -p $(BUILD)
@@ -269,6 +277,7 @@ help:
 	@echo "PREC='fp32 bf16'    precisions to compile (now: $(PREC))"
 	@echo "ARCH='80 90'        GPU architectures (cuda; default: the GPUs found, else those in use)"
 	@echo "NO_MPI=1 NO_NCCL=1  one process: leave MPI or NCCL out"
+	@echo "SHARE_GPU=1         cuda, for tests: ranks may share a GPU; MPI through pinned memory in place of NCCL"
 
 # For scripts: make -s DEVICE=emu print-COMPILE
 print-%:

@@ -13,6 +13,7 @@
 #include "data/clock.h"
 #include "common.cuh"
 #include "gpus.h"
+#include "kernels/cpu/share_gpu.h"
 #ifdef DEVICE_CPU
 #include "kernels/cpu/peak.h"
 #endif
@@ -168,7 +169,7 @@ static void device_init(Device* d, int host_rank, int host_num_ranks, size_t bud
     cudaError_t error = cudaGetDeviceCount(&count);
     ENSURE(error == cudaSuccess && count > 0, "no CUDA device: %s; `make DEVICE=cpu` builds for this machine",
            cudaGetErrorString(error));
-    const int own = gpu_of_rank(count, host_rank, host_num_ranks);
+    const int own = gpu_may_be_shared() ? host_rank % count : gpu_of_rank(count, host_rank, host_num_ranks);
     ENSURE(own >= 0, "%d ranks on this host, have %d GPUs: start at most one rank per GPU", host_num_ranks, count);
     CUDA_CHECK(cudaSetDevice(own));
     device_prefer_numa_node(own);

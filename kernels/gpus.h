@@ -139,7 +139,8 @@ static GpuRow gpu_generic(const char* name, int major, int minor, int num_sms, d
 }
 
 /* Of `count` GPUs that the rank sees: that of its place on the host, or the only one, where a launcher shows each rank
- * its own (Slurm's --gpus-per-task, Kubernetes). -1: too few. Two ranks with the same one are found by its UUID. */
+ * its own (Slurm's --gpus-per-task, Kubernetes). -1: too few. Two ranks with the same one are found by its UUID.
+ * Ranks that may share a GPU (kernels/cpu/share_gpu.h) do not ask. */
 static inline int gpu_of_rank(int count, int host_rank, int host_num_ranks)
 {
     if (count >= host_num_ranks) return host_rank;

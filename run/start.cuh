@@ -40,6 +40,7 @@ static void weights_start(Run* run, const char* folder, bool from_scratch)
 /* Two ranks on one GPU would wait for one another in NCCL, which refuses it at best. */
 static void ensure_own_gpu(const Run* run)
 {
+    if (gpu_may_be_shared()) return;
     typedef struct { char host[64], uuid[48]; } Gpu;
     const Comm* c = &run->comm;
     Gpu own = {}, *all = (Gpu*)malloc_checked(c->num_ranks * sizeof *all);

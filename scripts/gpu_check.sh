@@ -37,8 +37,15 @@ for folder in /usr/local/cuda*/lib64 "$of_torch"/cu*/lib; do
     [ -d "$folder" ] && library_path=$library_path:$folder
 done
 export LD_LIBRARY_PATH=$library_path${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PATH=$pack/bin:$PATH:/usr/local/cuda/bin
-export pack work steps dry
+if ldd "$pack/bin/train_gpt" "$pack/bin/mpirun" 2> /dev/null | grep -q 'not found'; then
+    LD_LIBRARY_PATH=$LD_LIBRARY_PATH:$pack/lib/usual
+fi
+if [ -d "$pack/openmpi" ]; then                           # the packed Open MPI finds its files here
+    export OPAL_PREFIX=$pack OPAL_BINDIR=$pack/bin OPAL_LIBDIR=$pack/lib OPAL_PKGLIBDIR=$pack/openmpi
+    export OPAL_PKGDATADIR=$pack OPAL_SYSCONFDIR=$pack PMIX_MCA_pcompress_base_silence_warning=1
+fi
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_btl_vader_single_copy_mechanism=none
+export PATH=$pack/bin:$PATH:/usr/local/cuda/bin pack work steps dry
 
 # ---------------------------------------------------------------- rows
 passed=0 failed=0 skipped=0
@@ -67,13 +74,22 @@ row() {
 }
 
 # ---------------------------------------------------------------- what the rows run
-# run NAME MODEL PRECISION FLAGS...: a short training run into $work/NAME.
+# with_ranks N COMMAND...: runs below are of N ranks on the one GPU.
+with_ranks() {
+    export ranks=$1 TRAIN_GPT_SHARE_GPU=1
+    "${@:2}"
+}
+launch() { mpirun --oversubscribe --bind-to none -np "${ranks:-1}" "$@"; }
+
+# run NAME MODEL PRECISION FLAGS...: a short training run into $work/NAME, of four sequences a step.
 run() {
-    local name=$1 model=$2 precision=$3
+    local name=$1 model=$2 precision=$3 start=() b=2
     shift 3
+    [ -z "${ranks:-}" ] || start=(launch)
+    [ "${ranks:-1}" -le 2 ] || b=1
     rm -rf "${work:?}/$name"
-    train_gpt -m "$pack/models/$model" --from-scratch -d "$pack/data/small" -p "$precision" -b 2 -g 2 -n "$steps" \
-        -l 1e-3 --warmup 2 --sample-tokens 0 -o "$work/$name" "$@"
+    "${start[@]}" train_gpt -m "$pack/models/$model" --from-scratch -d "$pack/data/small" -p "$precision" -b $b \
+        -g $((4 / b / ${ranks:-1})) -n "$steps" -l 1e-3 --warmup 2 --sample-tokens 0 -o "$work/$name" "$@"
 }
 
 losses_of() { sed -n 's/^{"step": .*"loss": \([^,]*\),.*/\1/p' "$work/$1/log.jsonl"; }
@@ -103,7 +119,7 @@ hash_of() { grep -oE 'state hash [0-9a-f]+' | tail -n 1 | cut -d ' ' -f 3; }
 
 # same MODEL NAME FLAGS...: the state hash of a bf16 run with these flags is that of one without (first call: makes it).
 same() {
-    local model=$1 name=$2 want="$work/$1.hash" got
+    local model=$1 name=$2 want="$work/$1${ranks:-}.hash" got
     shift 2
     [ -s "$want" ] || run "$model-plain" "$model" bf16 | tee /dev/stderr | hash_of > "$want"
     got=$(run "$model-$name" "$model" bf16 "$@" | tee /dev/stderr | hash_of)
@@ -138,8 +154,17 @@ bench() {
     shift 3
     [ -d "$pack/models/$model" ] && model=$pack/models/$model
     train_gpt --bench -m "$model" -b "$B" -t "$T" -n "$([ -n "$dry" ] && echo 2 || echo 12)" -l 1e-4 "$@" |
-        tee "$work/bench.txt" && sed -nE 's/^(step  |gemm  |memory|flops ).*/= &/p' "$work/bench.txt" | head -n 4
+        tee "$work/bench.txt" && sed -nE '/^(step  |flops |ceiling|memory  device|phases)| attention_/s/ +/ /g
+            s/^(step |flops |ceiling|memory device|phases).*/= &/p; s/^ .* (attention_.*)/= \1/p' "$work/bench.txt"
 }
+
+# A trace of a step.
+traced() {
+    run traced gpt bf16 --profile 1 && grep -o '"ph":' "$work/traced/trace.json" | wc -l | sed 's/.*/= & events/'
+}
+
+# Every collective, type and operation of the stand-in for NCCL: its copies and host functions.
+collectives() { launch test_nccl | tee /dev/stderr | sed -n '$ s/^/= /p'; }
 
 op_test() { "test_ops.$1" --op "$2" | tee /dev/stderr | sed -n '$ s/^/= /p'; }
 op_bench() { test_ops.bf16 --bench "$1" | sed 's/^/= /'; }
@@ -148,23 +173,31 @@ torch_bench() { python3 "$pack/torch_gpt2.py" -m "$1" -b "$2" -n 10 --eager | se
 
 sanitized() { compute-sanitizer --tool "$1" --error-exitcode 9 "${@:2}" && echo "= clean"; }
 
-# One launch of a kernel under Nsight Compute: cycles, what limits it, occupancy.
+# One launch of a kernel under Nsight Compute: cycles, what limits it, occupancy. A name: with its template arguments.
 profiled() {
-    ncu --clock-control none --launch-count 1 -k "regex:$1" --section SpeedOfLight --section Occupancy \
+    ncu --clock-control none --launch-count 1 --kernel-name-base demangled -k "regex:$1" \
+        --section SpeedOfLight --section Occupancy --section LaunchStats \
         test_ops.bf16 --bench "$2" | grep -E 'Duration|Throughput|Occupancy|Registers' | sed -E 's/ +/ /g; s/^/= /'
 }
 
 clocks() {
     local fields=name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu
     nvidia-smi --query-gpu=$fields --format=csv,noheader | sed 's/^/= /'
+    nvidia-smi
+    nvidia-smi -q -d CLOCK,POWER,PERFORMANCE
 }
-export -f run losses_of near trains_as_cpu golden hash_of same resumed run_on dropout_twice bench op_test op_bench
-export -f torch_bench sanitized profiled clocks
+
+report() {
+    ldd "$pack/bin/train_gpt"
+    train_gpt --report
+}
+export -f with_ranks launch run losses_of near trains_as_cpu golden hash_of same resumed run_on dropout_twice bench
+export -f traced collectives op_test op_bench torch_bench sanitized profiled clocks report
 
 # ---------------------------------------------------------------- the rows, what decides most first
 say "gpu_check $(cat "$pack/version")"
 [ -n "$dry" ] || row "machine" 20 clocks
-row "report" 30 bash -c 'train_gpt --report'
+row "report" 30 report
 precisions="bf16 fp32 fp16" ops=$(test_ops.fp32 --list)
 if [ -n "$dry" ]; then precisions="fp32 bf16" ops="rmsnorm rope step"; fi
 for precision in $precisions; do
@@ -179,14 +212,32 @@ for model in gpt llama; do
     row "losses $model fp16" 20 trains_as_cpu $model fp16 2e-2
 done
 for model in gpt llama; do
-    row "bits $model twice" 20 same $model twice
+    row "bits $model twice" 20 same $model twice -r none
     for level in cheap mlp attention block 2; do row "bits $model -r $level" 15 same $model "r-$level" -r $level; done
     row "bits $model resumed" 20 resumed $model
-    row "bits $model -z 3" 15 same $model z3 -z 3
+    for stage in 1 2 3; do row "bits $model -z $stage" 15 same $model "z$stage" -z $stage; done
     row "bits $model --offload" 15 same $model offload -z 3 --offload optimizer,gradients,parameters
     row "bits $model --overlap 0" 15 same $model overlap --overlap 0
 done
 row "bits gpt dropout" 20 dropout_twice
+row "trace" 20 traced
+
+# Streams, events and the host functions of collectives of several ranks, truly at the same time.
+if command -v mpirun > /dev/null; then
+    row "collectives, 2 ranks" 40 with_ranks 2 collectives
+    for ranks in 2 4; do
+        row "losses gpt fp32, $ranks ranks" 30 with_ranks $ranks trains_as_cpu gpt fp32 1e-5
+        row "losses gpt bf16, $ranks ranks" 30 with_ranks $ranks trains_as_cpu gpt bf16 2e-2
+        for stage in 0 1 2 3; do
+            row "bits gpt, $ranks ranks -z $stage" 25 with_ranks $ranks same gpt "z$stage" -z $stage
+        done
+        row "bits gpt, $ranks ranks --overlap 0" 25 with_ranks $ranks same gpt overlap -z 3 --overlap 0
+    done
+    row "bits gpt, 2 ranks --offload" 25 with_ranks 2 same gpt offload -z 3 --offload optimizer,gradients,parameters
+    unset ranks
+else
+    skip "2 and 4 ranks on this GPU" "no mpirun here, nor in the pack"
+fi
 if [ -n "$dry" ]; then
     skip "golden gpt2 124M" "too slow in the emulator"
 else
@@ -214,17 +265,24 @@ else
     row "bench gpt2 B=64 no epilogues" 30 env TRAIN_GPT_EPILOGUES=none bash -c 'bench "$@"' bench gpt2 64 1024 -p bf16
     row "bench gpt2 B=64 --tune" 40 bench gpt2 64 1024 -p bf16 --tune
     row "bench gpt2-xl B=16" 40 bench gpt2-xl 16 1024 -p bf16
+    row "bench qwen2.5-1.5b B=16" 40 bench qwen2.5-1.5b 16 1024 -p bf16
     row "bench llama-1b B=16 T=2048" 40 bench llama-1b 16 2048 -p bf16
-    row "bench llama3-8b, 4 layers, T=8192" 40 bench llama3-8b-l4 1 8192 -p bf16 -z 3
+    row "bench llama3-8b, 4 layers, T=8192" 40 bench llama3-8b-l4 4 8192 -p bf16 -z 3 -r block
+    row "bench gpt2 B=32" 30 bench gpt2 32 1024 -p bf16
     row "bench gpt2 B=32 fp32" 30 bench gpt2 32 1024 -p fp32
+    row "bench gpt2 B=64 -z 3" 30 bench gpt2 64 1024 -p bf16 -z 3
+    row "bench gpt2 B=64 -z 3 --overlap 0" 30 bench gpt2 64 1024 -p bf16 -z 3 --overlap 0
     row "bench gpt2 B=64 from host memory" 40 bench gpt2 64 1024 -p bf16 -z 3 --offload optimizer,gradients,parameters
     for op in attention layernorm classifier optimizer; do row "op bench $op" 20 op_bench $op; done
 fi
 
 if command -v ncu > /dev/null; then
-    for kernel in attention_forward_mma attention_backward_q_mma attention_backward_kv_mma; do
-        row "ncu $kernel" 25 profiled $kernel attention
+    row "ncu attention forward 64" 25 profiled 'attention_forward_mma_kernel<.*64' attention_forward
+    for kernel in q kv; do
+        row "ncu attention backward $kernel 128" 25 profiled "attention_backward_${kernel}_mma_kernel<.*128" \
+            attention_backward
     done
+    row "ncu GEMM dW" 25 profiled 'nvjet|gemm|cutlass' matmul_backward_weight
 else
     skip "ncu" "no Nsight Compute here"
 fi

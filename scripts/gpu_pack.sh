@@ -1,31 +1,48 @@
 #!/usr/bin/env bash
 # Packs what scripts/gpu_check.sh needs on a machine that has a GPU, its driver and cuBLASLt and nothing else, not even
-# a network: programs, libraries, models, data, and the losses that the CPU build has with them.
+# a network: programs, libraries, models, data, and the losses that the CPU build has with them. The programs are built
+# with SHARE_GPU=1, for several ranks on the one GPU, and Open MPI comes along.
 #   scripts/gpu_pack.sh [--dry] [FOLDER]      FOLDER: build/gpu_pack; --dry: the programs of the emulated build
-# ARCH: the compute capability there (90). The programs are for one rank, without MPI and NCCL. At most 48 MiB.
+# ARCH: the compute capability there (90). At most 48 MiB.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 dry=""
 if [ "${1:-}" = --dry ]; then dry=1; shift; fi
-pack=${1:-build/gpu_pack} programs=(train_gpt test_ops.fp32 test_ops.bf16 test_ops.fp16 test_emu)
+pack=${1:-build/gpu_pack} programs=(train_gpt test_ops.fp32 test_ops.bf16 test_ops.fp16 test_emu test_nccl)
 if [ -n "$dry" ]; then
     build=build/emu
     make -s DEVICE=emu "${programs[@]/#/$build/}"
 else
-    build=build/cuda-alone
-    make -s DEVICE=cuda NO_MPI=1 NO_NCCL=1 ARCH="${ARCH:-90}" BUILD=$build "${programs[@]/#/$build/}"
+    build=build/cuda-share
+    make -s DEVICE=cuda SHARE_GPU=1 ARCH="${ARCH:-90}" "${programs[@]/#/$build/}"
 fi
 make -s DEVICE=cpu build/cpu/train_gpt
 
 rm -rf "$pack"
-mkdir -p "$pack"/{bin,lib,models/gpt,models/llama,models/llama3-8b-l4,data/{small,gpt2},reference}
-for program in "${programs[@]}"; do
-    cp "$build/$program" "$pack/bin/"
-    strip "$pack/bin/$program"
-    ldd "$build/$program"
-done | awk '$1 ~ /^lib(cjson|pcre2|gomp|mpi|open-|openblas)/ { print $3 }' | sort -u |
-    { if [ -n "$dry" ]; then cat > /dev/null; else xargs -I {} cp -L {} "$pack/lib/"; fi; }
+mkdir -p "$pack"/{bin,lib/usual,openmpi,models/gpt,models/llama,models/llama3-8b-l4,data/{small,gpt2},reference}
+for program in "${programs[@]}"; do cp "$build/$program" "$pack/bin/"; done
+
+# Open MPI's launcher and plugins, without those of networks and of OpenSHMEM.
+if plugins=$(ompi_info --parsable --path pkglibdir 2> /dev/null | cut -d : -f 3); then
+    for plugin in "$plugins"/mca_*.so; do
+        case ${plugin##*/mca_} in
+            *_ofi.so | *_ucx.so | *_openib.so | *_psm*.so | *_netlink.so | *_monitoring.so) ;;
+            atomic_* | memheap_* | scoll_* | spml_* | sshmem_*) ;;
+            *) cp "$plugin" "$pack/openmpi/" ;;
+        esac
+    done
+    cp -L "$(type -P orterun)" "$pack/bin/mpirun"
+else
+    echo "gpu_pack: no Open MPI here: gpu_check.sh runs several ranks only if it finds an mpirun" >&2
+fi
+
+# What a machine may not have; lib/usual: what almost all have, used only where it is missing.
+libraries=$(ldd "$pack"/bin/* "$pack"/openmpi/*.so | awk '$2 == "=>" { print $3 }' | sort -u)
+grep -E '/lib(cjson|pcre2|gomp|mpi|open-|openblas|mca_common|pmix|event|hwloc|munge)[^/]*$' <<< "$libraries" |
+    xargs -I {} cp -L {} "$pack/lib/"
+grep -E '/lib(udev|z)\.so[^/]*$' <<< "$libraries" | xargs -I {} cp -L {} "$pack/lib/usual/"
+find "$pack/bin" "$pack/lib" "$pack/openmpi" -type f -exec strip {} +
 cp scripts/gpu_check.sh dev/torch_gpt2.py "$pack/"
 version=$(git rev-parse --short HEAD 2> /dev/null || echo "no commit")
 echo "$version${dry:+, emulated device, tiny sizes: no time means anything}" > "$pack/version"

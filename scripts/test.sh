@@ -63,7 +63,9 @@ run_programs() {
     for program in $(make -s DEVICE="$device" list-tests); do
         name=$(basename "$program")
         case $name in
-            test_nccl) for ranks in 1 2 3 4; do run "$device-$name-$ranks" mpirun -np $ranks "$program"; done ;;
+            test_nccl)
+                for ranks in 1 2 3 4; do run "$device-$name-$ranks" mpirun -np $ranks "$program"; done
+                [ "$device" = emu ] && TRAIN_GPT_SHARE_GPU=1 run "$device-$name-shared" mpirun -np 3 "$program" ;;
             test_optimizer) ;;                         # pytest runs it: test_optimizer.py
             *) run "$device-$name" "$program" ;;
         esac

@@ -15,14 +15,17 @@ esac
 echo "7 passed, 0 failed" """
 TRAIN = """for word in "$@"; do
     [ "$previous" != -o ] || { mkdir -p "$word"; echo '{"step": 1, "loss": 5.5, "norm": 1}' > "$word/log.jsonl"; }
+    [ "$previous" != -o ] || echo '[{"ph": "X"}]' > "$word/trace.json"
+    [ "$TRAIN_GPT_SHARE_GPU$previous$word" != "1-z2" ] || exit 1
     previous=$word
 done
 echo "state hash 0000000000000011 after step 1" """
+MPIRUN = """until [[ $1 = train_gpt || $1 = test_nccl ]]; do shift; done; exec "$@" """
 
 
 def pack(folder):
-    for name, text in (("train_gpt", TRAIN), ("test_emu", "echo 3 passed"), *((f"test_ops.{p}", OPS) for p in
-                                                                            ("fp32", "bf16", "fp16"))):
+    for name, text in (("train_gpt", TRAIN), ("test_emu", "echo 3 passed"), ("test_nccl", "echo 9 passed"),
+                       ("mpirun", MPIRUN), *((f"test_ops.{p}", OPS) for p in ("fp32", "bf16", "fp16"))):
         path = folder / "bin" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/bash\n{text}\n")
@@ -42,18 +45,21 @@ def check(folder, out, *flags, **env):
 
 
 def test_rows(tmp_path):
-    """A crash, an operation that does not end and a loss that is off: three red rows of all."""
+    """A crash, an operation that does not end, a loss that is off and a stage that fails with 2 and with 4 ranks: five
+    red rows of all."""
     done = check(pack(tmp_path / "pack"), tmp_path, ROW_LIMIT_S="2")
     rows = (tmp_path / "results.txt").read_text()
     red = [line for line in rows.splitlines() if " s  FAIL" in line]
-    assert done.returncode == 1 and len(red) == 3, rows
+    assert done.returncode == 1 and len(red) == 5, rows
     assert "op bf16 rope" in red[0] and "FAIL rope_forward out[3] err 0.5 bound 0.001" in rows
     assert "op bf16 step" in red[1] and "no end within" in red[1]
     assert "losses llama fp32" in red[2] and "1 losses, at most 0.018 off (limit 1e-05)" in rows
+    assert "bits gpt, 2 ranks -z 2" in red[3] and "bits gpt, 4 ranks -z 2" in red[4]
     for name in ("report", "op fp32 rope", "device, cuBLASLt", "losses gpt bf16", "bits gpt resumed",
-                 "bits gpt -r block", "bits llama --offload", "bits gpt dropout"):
+                 "bits gpt -r block", "bits llama --offload", "bits gpt dropout", "trace", "collectives, 2 ranks",
+                 "losses gpt bf16, 4 ranks", "bits gpt, 4 ranks -z 3"):
         assert f"  ok    {name}" in rows, rows
-    assert rows.splitlines()[-1].startswith(f"{rows.count('  ok    ')} passed, 3 failed, ")
+    assert rows.splitlines()[-1].startswith(f"{rows.count('  ok    ')} passed, 5 failed, ")
     with tarfile.open(tmp_path / "logs.tar.gz") as logs:
         assert "logs/op_bf16_rope.log" in logs.getnames()
 

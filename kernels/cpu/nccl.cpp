@@ -8,13 +8,16 @@
  * Before its data each collective exchanges a header: ranks that call different collectives end with a message that
  * says so, not with a hang. Work of one communicator runs in the order of the host's calls, as NCCL has it.
  * In the emulated build the input is read when the collective starts and the output written when it completes; between
- * the two the output is NaN, so that who does not wait for it sees that. NO_MPI: one rank, all of this is copies. */
+ * the two the output is NaN, so that who does not wait for it sees that. NO_MPI: one rank, all of this is copies.
+ * Ranks that share a GPU (share_gpu.h) stage each collective through pinned memory: nccl_staged.h. */
 #include <cstdlib>
 #include <cstring>
 #include <nccl.h>
+#include "data/clock.h"
 #include "device.h"
 #include "mpi_check.h"
 #include "reduce.h"
+#include "share_gpu.h"
 #include "stream.h"
 #ifdef DEVICE_EMU
 #include "kernels/emu/emu_check.h"
@@ -68,7 +71,6 @@ struct ncclComm {
 static size_t bytes_of(const Work* w, size_t elems) { return elems * nccl_type_bytes((ncclDataType_t)w->header.type); }
 static Collective kind_of(const Work* w) { return (Collective)w->header.kind; }
 
-#ifdef DEVICE_EMU
 /* Elements of the arguments, as NCCL defines them: count is the part of one rank where there are parts. */
 static size_t send_elems(const Work* w)
 {
@@ -78,7 +80,6 @@ static size_t recv_elems(const Work* w)
 {
     return kind_of(w) == Collective::ALL_GATHER ? w->header.count * (size_t)w->comm->num_ranks : w->header.count;
 }
-#endif
 
 static void transfers_free(Work* w)
 {
@@ -281,8 +282,8 @@ static bool headers_check(Work* w)
 /* A message of the wrong size is most likely a mismatched collective: the headers know better than MPI. */
 [[noreturn]] static void die_transfer_failed(Work* w, int error)
 {
-    double give_up_s = wall_seconds() + 5;
-    while (kind_of(w) != Collective::SEND_RECV && !headers_check(w) && wall_seconds() < give_up_s) {}
+    double give_up_s = now_s() + 5;
+    while (kind_of(w) != Collective::SEND_RECV && !headers_check(w) && now_s() < give_up_s) {}
     if (kind_of(w) == Collective::SEND_RECV)
         die("%s: the sender's and the receiver's counts differ", collective_names[w->header.kind]);
     die_mpi(collective_names[w->header.kind], error);
@@ -401,30 +402,44 @@ static void corrupt_if_asked(const Work* w)
     if (++num_gathers == n && rank == w->comm->rank) w->recv[0] ^= 1;
 }
 
+/* True when the data has arrived. */
+static bool work_moves(Work* w)
+{
+#ifndef NO_MPI
+    if (w->comm->num_ranks > 1) return work_progress(w);
+#endif
+    work_alone(w);
+    return true;
+}
+
+static void work_wait(Work* w)
+{
+    while (!work_moves(w)) wait_politely(&w->num_tries);
+}
+
+static void work_completed(Work* w)
+{
+    corrupt_if_asked(w);
+#ifdef DEVICE_EMU
+    if (w->snapshot != nullptr) work_end(w);
+#endif
+    w->comm->num_completed++;
+    transfers_free(w);
+}
+
+#include "nccl_staged.h"
+
+#ifndef DEVICE_CUDA
 static bool work_run(void* arg)
 {
     Work* w = (Work*)arg;
-    ncclComm* comm = w->comm;
 #ifdef DEVICE_EMU
     if (w->snapshot == nullptr) work_start(w);
+    if (!work_moves(w)) return false;
+#else
+    work_wait(w);
 #endif
-    if (comm->num_ranks == 1) work_alone(w);
-#ifndef NO_MPI
-    else {
-        while (!work_progress(w)) {
-#ifdef DEVICE_EMU
-            return false;
-#endif
-            wait_politely(&w->num_tries);
-        }
-    }
-#endif
-    corrupt_if_asked(w);
-#ifdef DEVICE_EMU
-    work_end(w);
-#endif
-    comm->num_completed++;
-    transfers_free(w);
+    work_completed(w);
     return true;
 }
 
@@ -445,6 +460,7 @@ static void work_push(void* arg)
 }
 
 static const StreamOpKind work_kind = {work_run, work_may_start, work_push};
+#endif
 
 /* ---- groups: calls between ncclGroupStart and ncclGroupEnd are submitted together; the sends and receives of one
  * communicator and stream become one piece of work, so that none waits for another */
@@ -453,22 +469,25 @@ struct Grouped { Work* work; cudaStream_t stream; Grouped* next; };
 static Grouped *group_first, *group_last;
 static int group_depth;
 
-static void work_submit(Work* w, cudaStream_t stream)
+static ncclResult_t work_submit(Work* w, cudaStream_t stream)
 {
     w->place = w->comm->num_issued++;
     if (kind_of(w) != Collective::SEND_RECV) w->header.call_idx = w->comm->num_collectives++;
 #ifndef NO_MPI
     w->num_stages = count_stages(w);
 #endif
-    stream_enqueue(stream, collective_names[w->header.kind], &work_kind, w);
+#ifndef DEVICE_CUDA
+    if (!gpu_may_be_shared()) {
+        stream_enqueue(stream, collective_names[w->header.kind], &work_kind, w);
+        return ncclSuccess;
+    }
+#endif
+    return staged_enqueue(w, stream);
 }
 
-static void work_add(Work* w, cudaStream_t stream)
+static ncclResult_t work_add(Work* w, cudaStream_t stream)
 {
-    if (group_depth == 0) {
-        work_submit(w, stream);
-        return;
-    }
+    if (group_depth == 0) return work_submit(w, stream);
     for (Grouped* g = group_first; g != nullptr; g = g->next) {
         if (kind_of(w) != Collective::SEND_RECV || kind_of(g->work) != Collective::SEND_RECV) continue;
         if (g->work->comm != w->comm || g->stream != stream) continue;
@@ -476,13 +495,14 @@ static void work_add(Work* w, cudaStream_t stream)
         while (last->next != nullptr) last = last->next;
         last->next = w->transfers;
         free(w);
-        return;
+        return ncclSuccess;
     }
     Grouped* grouped = (Grouped*)malloc_checked(sizeof(Grouped));
     *grouped = {w, stream, nullptr};
     if (group_last != nullptr) group_last->next = grouped;
     else group_first = grouped;
     group_last = grouped;
+    return ncclSuccess;
 }
 
 static Work* work_new(Collective kind, const void* send, void* recv, size_t count, ncclDataType_t type, int op,
@@ -513,8 +533,7 @@ static ncclResult_t collective(Collective kind, const void* send, void* recv, si
     if (reads) emu_check_device_range(send, bytes_of(w, send_elems(w)), collective_names[w->header.kind]);
     if (writes) emu_check_device_range(recv, bytes_of(w, recv_elems(w)), collective_names[w->header.kind]);
 #endif
-    work_add(w, stream);
-    return ncclSuccess;
+    return work_add(w, stream);
 }
 
 static ncclResult_t transfer(bool is_send, void* p, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
@@ -527,8 +546,7 @@ static ncclResult_t transfer(bool is_send, void* p, size_t count, ncclDataType_t
 #ifdef DEVICE_EMU
     emu_check_device_range(p, bytes_of(w, count), is_send ? "ncclSend" : "ncclRecv");
 #endif
-    work_add(w, stream);
-    return ncclSuccess;
+    return work_add(w, stream);
 }
 
 #ifndef NO_MPI
@@ -724,14 +742,15 @@ ncclResult_t ncclGroupEnd(void)
     if (group_depth == 0) return ncclInvalidUsage;
     if (--group_depth > 0) return ncclSuccess;
     Grouped* next = group_first;
+    ncclResult_t result = ncclSuccess;
     group_first = group_last = nullptr;
     while (next != nullptr) {
         Grouped* g = next;
         next = g->next;
-        work_submit(g->work, g->stream);
+        if (ncclResult_t error = work_submit(g->work, g->stream); error != ncclSuccess) result = error;
         free(g);
     }
-    return ncclSuccess;
+    return result;
 }
 
 }

@@ -3,7 +3,7 @@
 #pragma once
 #include <climits>
 #include <cstddef>
-#include "cuda_runtime.h"
+#include <cuda_runtime.h>
 
 #define NCCL_MAJOR 2
 #define NCCL_MINOR 28

@@ -10,22 +10,6 @@
 #include "runtime_cpu.h"
 #endif
 
-double wall_seconds(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-/* Ranks may outnumber cores: who waits must soon let go of the core that its peer needs. */
-void wait_politely(unsigned* num_tries)
-{
-    unsigned n = (*num_tries)++;
-    if (n < 20) return;
-    if (n < 200) sched_yield();
-    else usleep(n < 2000 ? 20 : 200);
-}
-
 void device_set_budget(size_t bytes) { budget_bytes = bytes; }
 size_t device_used_bytes(void) { return used_bytes; }
 size_t device_peak_bytes(void) { return peak_bytes; }

@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
+#include "data/clock.h"
 #include "device.h"
 #include "stream.h"
 

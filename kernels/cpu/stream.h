@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cuda_runtime.h>
+#include <sched.h>
+#include <unistd.h>
 #include "data/error.h"
 
 struct StreamOpKind {
@@ -15,7 +17,15 @@ struct StreamOpKind {
 };
 void stream_enqueue(cudaStream_t stream, const char* name, const StreamOpKind* kind, void* arg);
 void stream_drain_all(void);          // not counted as a host synchronisation
-void wait_politely(unsigned* num_tries);   // between two checks of what other ranks do: spin, yield, then sleep
-double wall_seconds(void);
 
 static inline size_t size_min(size_t a, size_t b) { return a < b ? a : b; }
+
+/* Between two checks of what other ranks do. Ranks may outnumber cores: who waits must soon let go of the core that its
+ * peer needs. */
+static inline void wait_politely(unsigned* num_tries)
+{
+    unsigned n = (*num_tries)++;
+    if (n < 20) return;
+    if (n < 200) sched_yield();
+    else usleep(n < 2000 ? 20 : 200);
+}

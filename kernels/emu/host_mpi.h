@@ -6,8 +6,10 @@
  * has got on, and how often it has looked in vain since any rank last has. When all ranks have looked a thousand times
  * and none has got on, nothing can come any more, and rank 0 says who waits where. */
 #pragma once
+#include "data/clock.h"
 #include "emu_host.h"
 #include "kernels/cpu/mpi_check.h"
+#include "kernels/cpu/share_gpu.h"
 
 #ifdef NO_MPI
 
@@ -84,14 +86,14 @@ void rank_waits(const char* call)
     if (board == nullptr) return;
     Board* own = &board[board_rank];
     const uint64_t moves = board_moves(), num_looks = own->seen_moves == moves ? own->num_looks + 1 : 0;
-    if (num_looks == 0) since_s = wall_seconds();
+    if (num_looks == 0) since_s = now_s();
     if (num_looks == LEAST_LOOKS) {
         int used = snprintf(own->where, sizeof own->where, "%s", call);
         stream_heads_text(own->where + used, (int)sizeof own->where - used);
     }
     __atomic_store_n(&own->num_looks, num_looks, __ATOMIC_RELEASE);
     __atomic_store_n(&own->seen_moves, moves, __ATOMIC_RELEASE);
-    if (board_rank == 0 && num_looks >= LEAST_LOOKS && wall_seconds() - since_s >= LEAST_S && all_wait(moves))
+    if (board_rank == 0 && num_looks >= LEAST_LOOKS && now_s() - since_s >= LEAST_S && all_wait(moves))
         die_all_wait();
 }
 
@@ -132,7 +134,7 @@ extern "C" {
 
 int MPI_Init(int* argc, char*** argv)
 {
-    int error = PMPI_Init(argc, argv);
+    int error = mpi_init(argc, argv, gpu_may_be_shared());
     if (error == MPI_SUCCESS) board_open();
     return error;
 }

@@ -6,6 +6,7 @@
  * picks at random among the streams whose head may run. */
 #pragma once
 #include <csignal>
+#include <pthread.h>
 #include "emu_check.h"
 #include "kernels/cpu/runtime_shared.h"
 
@@ -212,6 +213,7 @@ static CUstream_st* last_stream = &null_stream;      // all of them, in the orde
 static int num_streams = 1;
 static uint64_t num_calls;
 static bool in_operation;
+static thread_local bool in_host_function;
 
 static CUstream_st* stream_of(cudaStream_t stream)
 {
@@ -354,6 +356,7 @@ bool stream_step(void) { return step(true) == Step::DID_SOMETHING; }
 
 void stream_enqueue(cudaStream_t handle, const char* name, const StreamOpKind* kind, void* arg)
 {
+    if (in_host_function) emu_die("%s inside of a host function, which may not call CUDA", name);
     catch_bad_accesses();
     CUstream_st* stream = stream_of(handle);
     if (stream == &null_stream) {
@@ -374,6 +377,43 @@ void stream_enqueue(cudaStream_t handle, const char* name, const StreamOpKind* k
     } else {
         while (emu_random_below(4) == 0 && step(false) == Step::DID_SOMETHING) {}
     }
+}
+
+/* ---- host functions: one thread runs those of all streams in the order in which they may start, as the driver's does.
+ * So one that blocks holds up the others, and not the kernels of other streams. */
+
+struct HostCall { cudaHostFn_t fn; void* arg; bool started, done; HostCall* next; };
+static HostCall *host_calls, **last_host_call = &host_calls;
+static pthread_mutex_t host_calls_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t host_call_came = PTHREAD_COND_INITIALIZER;
+
+static void* host_calls_run(void*)
+{
+    in_host_function = true;
+    for (;;) {
+        pthread_mutex_lock(&host_calls_lock);
+        while (host_calls == nullptr) pthread_cond_wait(&host_call_came, &host_calls_lock);
+        HostCall* call = host_calls;
+        host_calls = call->next;
+        if (host_calls == nullptr) last_host_call = &host_calls;
+        pthread_mutex_unlock(&host_calls_lock);
+        call->fn(call->arg);
+        __atomic_store_n(&call->done, true, __ATOMIC_RELEASE);
+    }
+}
+
+static bool run_host_call(void* arg)
+{
+    HostCall* call = (HostCall*)arg;
+    if (!call->started) {
+        call->started = true;
+        pthread_mutex_lock(&host_calls_lock);
+        *last_host_call = call;
+        last_host_call = &call->next;
+        pthread_cond_signal(&host_call_came);
+        pthread_mutex_unlock(&host_calls_lock);
+    }
+    return __atomic_load_n(&call->done, __ATOMIC_ACQUIRE);
 }
 
 /* ---- the operations of this file */
@@ -400,13 +440,14 @@ static bool run_fill(void* arg)
 
 static bool run_record(void* arg)
 {
-    (*(CUevent_st**)arg)->time_s = wall_seconds();
+    (*(CUevent_st**)arg)->time_s = now_s();
     return true;
 }
 
 static const StreamOpKind copy_kind = {run_copy, nullptr, nullptr};
 static const StreamOpKind fill_kind = {run_fill, nullptr, nullptr};
 static const StreamOpKind record_kind = {run_record, nullptr, nullptr};
+static const StreamOpKind host_call_kind = {run_host_call, nullptr, nullptr};
 
 static void check_copy_side(const void* p, size_t size_bytes, bool want_device, bool any, const char* what)
 {
@@ -547,6 +588,20 @@ cudaError_t cudaDeviceSynchronize(void)
 {
     num_host_syncs++;
     stream_drain_all();
+    return cudaSuccess;
+}
+
+/* Not under the memory checker, which knows of one host thread. */
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t fn, void* arg)
+{
+    static pthread_t thread;
+    static bool has_thread;
+    if (EMU_CHECKED) emu_die("cudaLaunchHostFunc: the memory checker does not follow host functions");
+    if (!has_thread && pthread_create(&thread, nullptr, host_calls_run, nullptr) != 0) return cudaErrorUnknown;
+    has_thread = true;
+    HostCall* call = (HostCall*)malloc_checked(sizeof(HostCall));
+    *call = {fn, arg, false, false, nullptr};
+    stream_enqueue(stream, "cudaLaunchHostFunc", &host_call_kind, call);
     return cudaSuccess;
 }
 
