@@ -1,4 +1,5 @@
-/* norm.cuh: what layernorm.cuh and rmsnorm.cuh share: how a forward reads its rows, and the whole backward on a GPU.
+/* norm.cuh: what layernorm.cuh and rmsnorm.cuh share: how a forward reads its rows, and the whole backward on a GPU. Of
+ * it qk_norm.cuh has the partial sums.
  *   CENTERED (LayerNorm)    xhat = (inp - mean) * rstd   dinp += rstd * (g - mean_c(g) - xhat * mean_c(g * xhat))
  *   without it (RMSNorm)    xhat = inp * rstd            dinp += rstd * (g - xhat * mean_c(g * xhat))
  *   dweight += sum_n(dout * xhat)   dbias += sum_n(dout), CENTERED only                           g = dout * weight
@@ -166,6 +167,15 @@ norm_reduce_kernel(float* dweight, float* dbias, const float* scratch, int num_p
     (blockIdx.y == 0 ? dweight : dbias)[c] += sum;
 }
 
+/* Adds what the parts left in scratch (num_parts,num_sums,C) to dweight (C), and the second sums, if any, to dbias. */
+static void norm_reduce_launch(float* dweight, float* dbias, const float* scratch, int num_parts, int num_sums, int C,
+                               cudaStream_t stream)
+{
+    LAUNCH(norm_reduce_kernel, dim3((unsigned)ceil_div(C, 32), num_sums), NORM_BLOCK, 0, stream, dweight, dbias,
+           scratch, num_parts, C);
+    CUDA_CHECK(cudaGetLastError());
+}
+
 static unsigned norm_backward_block(int C, int width)
 {
     const size_t threads = round_up(ceil_div(C, width), 32);
@@ -187,9 +197,7 @@ template <bool CENTERED, int W, class P> static void norm_backward_launch(float*
         LAUNCH((norm_backward_kernel<CENTERED, 1, P>), num_parts, norm_backward_block(C, 1), 0, stream, dinp, scratch,
                dout, inp, weight, mean, rstd, N, C);
     CUDA_CHECK(cudaGetLastError());
-    LAUNCH(norm_reduce_kernel, dim3((unsigned)ceil_div(C, 32), CENTERED ? 2 : 1), NORM_BLOCK, 0, stream, dweight, dbias,
-           scratch, num_parts, C);
-    CUDA_CHECK(cudaGetLastError());
+    norm_reduce_launch(dweight, dbias, scratch, num_parts, CENTERED ? 2 : 1, C, stream);
 }
 
 #endif

@@ -16,14 +16,19 @@
 
 #ifdef DEVICE_CPU
 
-/* P is the type of the weights. */
-template <class P> static void rmsnorm_row_cpu(floatX* out, float* rstd, const floatX* x, const P* weight, int C,
-                                               float eps)
+static float rmsnorm_rstd_cpu(const floatX* x, int C, float eps)
 {
     float sum_squares = 0.0f;
     #pragma omp simd reduction(+:sum_squares)
     for (int c = 0; c < C; c++) sum_squares += load_f(x[c]) * load_f(x[c]);
-    const float r = 1.0f / sqrtf(sum_squares / (float)C + eps);
+    return 1.0f / sqrtf(sum_squares / (float)C + eps);
+}
+
+/* P is the type of the weights. */
+template <class P> static void rmsnorm_row_cpu(floatX* out, float* rstd, const floatX* x, const P* weight, int C,
+                                               float eps)
+{
+    const float r = rmsnorm_rstd_cpu(x, C, eps);
     #pragma omp simd
     for (int c = 0; c < C; c++) store_f(out + c, load_f(x[c]) * r * load_f(weight[c]));
     *rstd = r;

@@ -48,6 +48,20 @@ static void rope_table(float* h_table, const RopeConfig* r, int first, int count
     }
 }
 
+/* A pair of elements, rotated; with -sine back. */
+HOSTDEV void rope_pair(float& x, float& y, float cosine, float sine)
+{
+    const float a = x, b = y;
+    x = a * cosine - b * sine;
+    y = b * cosine + a * sine;
+}
+
+/* The row of the table for row n of a tensor. */
+HOSTDEV const float* rope_row(const float* table, const int* positions, size_t n, int T, int HS)
+{
+    return table + (size_t)(positions != nullptr ? positions[n] : (int)(n % T)) * HS;
+}
+
 #ifdef DEVICE_CPU
 
 static void rope_cpu(floatX* qkv, const float* table, const int* positions, int N, int T, int num_rotated,
@@ -56,14 +70,15 @@ static void rope_cpu(floatX* qkv, const float* table, const int* positions, int 
     const int half = HS / 2;
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
-        const float *cosine = table + (size_t)(positions ? positions[n] : n % T) * HS, *sine = cosine + half;
+        const float *cosine = rope_row(table, positions, n, T, HS), *sine = cosine + half;
         for (int h = 0; h < num_rotated; h++) {
             floatX *x = qkv + ((size_t)n * num_heads + h) * HS, *y = x + half;
             #pragma omp simd
             for (int i = 0; i < half; i++) {
-                const float a = load_f(x[i]), b = load_f(y[i]), s = direction * sine[i];
-                store_f(x + i, a * cosine[i] - b * s);
-                store_f(y + i, b * cosine[i] + a * s);
+                float a = load_f(x[i]), b = load_f(y[i]);
+                rope_pair(a, b, cosine[i], direction * sine[i]);
+                store_f(x + i, a);
+                store_f(y + i, b);
             }
         }
     }
@@ -84,18 +99,14 @@ rope_kernel(floatX* qkv, const float* table, const int* positions, int N, int T,
     const size_t n = idx / per_row;
     const int h = (int)(idx % per_row) / (half / W), i = (int)(idx % per_row) % (half / W) * W;
     floatX* at = qkv + (n * num_heads + h) * HS + i;
-    const float* cosine = table + (size_t)(positions != nullptr ? positions[n] : (int)(n % T)) * HS + i;
+    const float* cosine = rope_row(table, positions, n, T, HS) + i;
     float x[W], y[W], c[W], s[W];
     load_vec(x, at);
     load_vec(y, at + half);
     load_vec(c, cosine);
     load_vec(s, cosine + half);
 #pragma unroll
-    for (int k = 0; k < W; k++) {
-        const float a = x[k], b = y[k];
-        x[k] = a * c[k] - b * (direction * s[k]);
-        y[k] = b * c[k] + a * (direction * s[k]);
-    }
+    for (int k = 0; k < W; k++) rope_pair(x[k], y[k], c[k], direction * s[k]);
     store_vec(at, x);
     store_vec(at + half, y);
 }
@@ -163,23 +174,32 @@ template <class R> static void rope_ref(R* qkv, const int* positions, int N, int
     }
 }
 
-/* dims: N, T, rotated heads, heads, HS, first position (with it, positions are given: first, first + 3, ...) */
+/* Positions are first, first + 3, ... with a first; else they are not given. */
+typedef struct { const float* table; const int *positions, *h_positions; } RopeInputs;
+
+static RopeInputs rope_inputs(OpRun* run, int N, int T, int HS, int first)
+{
+    const size_t table_bytes = (size_t)T * HS * sizeof(float);
+    OpInts positions = op_ints(run, "positions", N, 0, T);
+    for (int i = 0; i < N; i++) positions.h[i] = (first + 3 * i) % T;
+    op_upload(run, "positions");
+    float* h_table = (float*)op_alloc(table_bytes);
+    rope_table(h_table, &ROPE_TEST_CONFIG, 0, T, HS);
+    const float* table = (const float*)op_bytes(run, "table", OpKind::INPUT, h_table, table_bytes);
+    free(h_table);
+    return RopeInputs{table, first > 0 ? positions.dev : nullptr, first > 0 ? positions.h : nullptr};
+}
+
+/* dims: N, T, rotated heads, heads, HS, first position */
 template <int DIRECTION> static void rope_test(OpRun* run)
 {
     const int *d = run->dims, N = d[0], T = d[1], num_rotated = d[2], num_heads = d[3], HS = d[4];
-    const size_t n = (size_t)N * num_heads * HS, table_elems = (size_t)T * HS;
+    const size_t n = (size_t)N * num_heads * HS;
     OpTensor<floatX> qkv = op_inout<floatX>(run, "qkv", n, 0.0, 1.0);
-    OpInts positions = op_ints(run, "positions", N, 0, T);
-    for (int i = 0; i < N; i++) positions.h[i] = (d[5] + 3 * i) % T;
-    op_upload(run, "positions");
-    float* h_table = (float*)op_alloc(table_elems * sizeof(float));
-    rope_table(h_table, &ROPE_TEST_CONFIG, 0, T, HS);
-    const float* table = (const float*)op_bytes(run, "table", OpKind::INPUT, h_table, table_elems * sizeof(float));
-    free(h_table);
-    const int* given = d[5] > 0 ? positions.dev : nullptr;
+    const RopeInputs inputs = rope_inputs(run, N, T, HS, d[5]);
     OP_RUN(run, 2.0 * N * num_rotated * HS * sizeof(floatX), 0,
-           rope(qkv.dev, table, given, N, T, num_rotated, num_heads, HS, (float)DIRECTION, 0));
-    const int* h_given = d[5] > 0 ? positions.h : nullptr;
+           rope(qkv.dev, inputs.table, inputs.positions, N, T, num_rotated, num_heads, HS, (float)DIRECTION, 0));
+    const int* h_given = inputs.h_positions;
     double *start = op_host(run, n), *rotated = op_host(run, n);
     memcpy(start, qkv.f64, n * sizeof(double));
     rope_ref(qkv.f64, h_given, N, T, num_rotated, num_heads, HS, DIRECTION);

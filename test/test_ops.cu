@@ -13,6 +13,7 @@
 #include "kernels/layernorm.cuh"
 #include "kernels/rmsnorm.cuh"
 #include "kernels/rope.cuh"
+#include "kernels/qk_norm.cuh"
 #include "kernels/swiglu.cuh"
 #include "kernels/activation.cuh"
 #include "kernels/dropout.cuh"
@@ -34,7 +35,7 @@
 
 /* The tables of rows, in the order in which they run. */
 #define OPS(O) \
-    O(embedding) O(layernorm) O(rmsnorm) O(rope) O(swiglu) O(activation) O(dropout) O(matmul) O(attention) \
+    O(embedding) O(layernorm) O(rmsnorm) O(rope) O(qk_norm) O(swiglu) O(activation) O(dropout) O(matmul) O(attention) \
     O(attention_cached) O(classifier) O(accumulate) O(progress) O(global_norm) O(step) O(values) O(optimizer) \
     O(lamb) O(storage) O(muon)
 
