@@ -3,6 +3,7 @@
  *              u = sqrt(2/pi) * (x + 0.044715 * x^3), s = 1/(1 + exp(-2u)): one exponential instead of a tanh
  *   gelu_erf   f = x/2 * (1 + erf(x/sqrt(2)))       f' = (1 + erf(x/sqrt(2)))/2 + x * exp(-x^2/2) / sqrt(2*pi)
  *   silu       f = x * s, s = 1/(1 + exp(-x))       f' = s + x * s * (1 - s)
+ *   relu2      f = max(x, 0)^2                      f' = 2 * max(x, 0)          So et al. 2021, arXiv:2109.08668
  *   dinp = dout * f'(inp)
  * shapes  inp out dinp dout (n) floatX
  * writes  forward out =, may be inp; backward dinp =, may be dout
@@ -19,7 +20,8 @@ enum class Epilogue { NONE, GELU };
 #define ACTIVATIONS(A) \
     A(GELU_TANH, gelu_tanh, "gelu_new, gelu_pytorch_tanh", GELU) \
     A(GELU_ERF, gelu_erf, "gelu", NONE) \
-    A(SILU, silu, "silu", NONE)
+    A(SILU, silu, "silu", NONE) \
+    A(RELU2, relu2, "relu2", NONE)
 
 #define ACTIVATION_ENUM(NAME, function, names, epilogue) NAME,
 enum class Activation { ACTIVATIONS(ACTIVATION_ENUM) };
@@ -101,6 +103,10 @@ LANES lanes silu_derivative(lanes x)
     const lanes e = silu_exp(x), s = 1.0f / (1.0f + e);
     return s + x * s * (e * s);                      // e * s = 1 - s, which would cancel
 }
+
+/* x < 0, not x > 0, so that a NaN stays one. */
+LANES lanes relu2(lanes x) { return x < 0.0f ? lanes{} : x * x; }
+LANES lanes relu2_derivative(lanes x) { return x < 0.0f ? lanes{} : 2.0f * x; }
 
 // -------------------------------------------------------------------------------------------------------- kernels
 template <bool BACKWARD, Activation KIND> LANES lanes activation_lanes(lanes x, lanes dout)
@@ -219,6 +225,13 @@ template <class R> static R silu_ref(R x, R* derivative)
     const R s = 1 / (1 + std::exp(-x));
     *derivative = s + x * s * (1 - s);
     return x * s;
+}
+
+template <class R> static R relu2_ref(R x, R* derivative)
+{
+    const R positive = std::max(x, R(0));
+    *derivative = 2 * positive;
+    return positive * positive;
 }
 
 template <class R> static R activation_ref(Activation kind, R x, R* derivative)
