@@ -48,6 +48,9 @@ CONFIGS = {
                  mlp_bias=True, rope_scaling={"rope_type": "linear", "factor": 2.0}),
     "mistral": llama("mistral", "MistralForCausalLM", num_attention_heads=6, num_key_value_heads=2, head_dim=16,
                      sliding_window=None),
+    # the MLP without a gate, and its biases
+    "arcee": llama("arcee", "ArceeForCausalLM", num_attention_heads=4, num_key_value_heads=2, hidden_size=32,
+                   hidden_act="relu2", mlp_bias=True),
     "qwen2": llama("qwen2", "Qwen2ForCausalLM", num_attention_heads=4, num_key_value_heads=2, hidden_size=32,
                    rope_theta=1000000.0, rms_norm_eps=1e-6, tie_word_embeddings=True, use_sliding_window=False),
 }

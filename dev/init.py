@@ -74,7 +74,7 @@ def gpt2_weights(config, seed):
 
 
 def llama_shapes(config):
-    """{name: shape} of a LLaMA, Mistral or Qwen2 in the order of train_gpt's table: weights are (out, in)."""
+    """{name: shape} of a LLaMA, Mistral, Qwen2 or Arcee in the order of train_gpt's table: weights are (out, in)."""
     V, C, F, L = (config[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"))
     NH = config["num_attention_heads"]
     NKV, HS = config.get("num_key_value_heads", NH), config.get("head_dim", C // NH)
@@ -84,6 +84,8 @@ def llama_shapes(config):
         linears = {"self_attn.q_proj": (NH * HS, C), "self_attn.k_proj": (NKV * HS, C),
                    "self_attn.v_proj": (NKV * HS, C), "self_attn.o_proj": (C, NH * HS), "mlp.gate_proj": (F, C),
                    "mlp.up_proj": (F, C), "mlp.down_proj": (C, F)}
+        if config["model_type"] == "arcee":
+            del linears["mlp.gate_proj"]
         block = {"input_layernorm.weight": (C,), "post_attention_layernorm.weight": (C,)}
         for name, shape in linears.items():
             block[name + ".weight"] = shape

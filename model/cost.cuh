@@ -87,17 +87,26 @@ static void cost_linear_backward(CostWalk* w, const char* product, double N, dou
     cost_backward_input(w, product, N, IC, OC, false);
 }
 
+/* The norm's forward, that with the sum before it, its backward. */
+static const char* const* norm_ops(const CostWalk* w)
+{
+    static const char* const layer[] = {"layernorm_forward", "residual_layernorm_forward", "layernorm_backward"};
+    static const char* const rms[] = {"rmsnorm_forward", "residual_rmsnorm_forward", "rmsnorm_backward"};
+    switch (w->m->config.norm) {
+    case Norm::LAYER: return layer;
+    case Norm::RMS: break;
+    }
+    return rms;
+}
+
 static void cost_norm_forward(CostWalk* w, bool adds)
 {
-    const char* op = is_llama(w->m) ? (adds ? "residual_rmsnorm_forward" : "rmsnorm_forward")
-                                    : (adds ? "residual_layernorm_forward" : "layernorm_forward");
-    cost_add(w, op, 0, ELEM * (adds ? 4 : 2) * (double)w->N * w->m->config.C);
+    cost_add(w, norm_ops(w)[adds], 0, ELEM * (adds ? 4 : 2) * (double)w->N * w->m->config.C);
 }
 
 static void cost_norm_backward(CostWalk* w)
 {
-    double bytes = ELEM * 4 * (double)w->N * w->m->config.C;
-    cost_add(w, is_llama(w->m) ? "rmsnorm_backward" : "layernorm_backward", 0, bytes);
+    cost_add(w, norm_ops(w)[2], 0, ELEM * 4 * (double)w->N * w->m->config.C);
 }
 
 static void cost_drop(CostWalk* w)
@@ -108,7 +117,7 @@ static void cost_drop(CostWalk* w)
 static void cost_rope(CostWalk* w, const char* op)
 {
     const Config* c = &w->m->config;
-    if (is_llama(w->m)) cost_add(w, op, 0, ELEM * 2 * (double)w->N * (c->NH + c->NKV) * c->HS);
+    if (is_rotary(c)) cost_add(w, op, 0, ELEM * 2 * (double)w->N * (c->NH + c->NKV) * c->HS);
 }
 
 static void cost_attention_part(CostWalk* w)
@@ -136,7 +145,7 @@ static void cost_mlp_part(CostWalk* w)
 {
     const Config* c = &w->m->config;
     double N = (double)w->N, C = c->C, F = c->F, fused = cost_fused_elems(w);
-    if (is_llama(w->m)) {
+    if (is_gated(c)) {
         cost_linear_forward(w, "fc", N, C, 2 * F);
         cost_swiglu_forward(w);
         return;
@@ -165,7 +174,7 @@ static void cost_block_restore(CostWalk* w)
     for (int norm = 0; norm < 2; norm++) cost_norm_forward(w, false);
     if (level >= Recompute::ATTENTION) cost_attention_part(w);
     if (level >= Recompute::MLP) cost_mlp_part(w);
-    else if (is_llama(w->m)) cost_swiglu_forward(w);
+    else if (is_gated(&w->m->config)) cost_swiglu_forward(w);
 }
 
 static void cost_block_backward(CostWalk* w)
@@ -175,7 +184,7 @@ static void cost_block_backward(CostWalk* w)
     double QKV = (double)config_dim(c, Dim::QKV), fused = cost_fused_elems(w);
     cost_drop(w);
     cost_backward_weight(w, "fcproj", N, F, C);
-    if (is_llama(w->m)) {
+    if (is_gated(c)) {
         cost_backward_input(w, "fcproj", N, F, C, false);
         cost_add(w, "swiglu_backward", 0, ELEM * 5 * N * F);
     } else {
@@ -290,7 +299,7 @@ static void cost_micro(CostWalk* w)
     cost_times(w, Part::RECOMPUTE, restored, cost_block_restore);
     cost_times(w, Part::BACKWARD, c->L, cost_block_backward);
     cost_drop(w);
-    double positions = c->family == Family::GPT2 ? 8.0 * m->T * C : 0;
+    double positions = c->positions == Positions::LEARNED ? 8.0 * m->T * C : 0;
     for (int piece = 0; piece < c->num_pieces; piece++)
         cost_add(w, "embedding_backward", 0, (ELEM * N * C + 8 * fmin(N, c->V) * C + positions) / pieces);
 }

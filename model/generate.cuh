@@ -64,7 +64,7 @@ static void decoder_plan(Decoder* d, Model* m, Plan* plan, int num_slots, int T)
     plan_add(plan, label, D, &d->fc, R * fc_width(c));
     plan_add(plan, label, D, &d->fc_act, R * c->F);
     for (float** p : {&d->mean, &d->rstd}) plan_add(plan, label, D, p, R);
-    if (is_llama(m)) plan_add(plan, "rotary table", D, &m->rope, (size_t)T * c->HS);
+    if (is_rotary(c)) plan_add(plan, "rotary table", D, &m->rope, (size_t)T * c->HS);
     plan_add(plan, "logits", D, &m->logits, (size_t)decoder_padded(num_slots) * c->VP);
     for (int** p : {&m->tokens, &d->slots, &d->positions}) plan_add(plan, "tokens", D, p, R);
     for (int** p : {&d->h_tokens, &d->h_slots, &d->h_positions}) plan_add(plan, "tokens", H, p, R);
@@ -82,14 +82,14 @@ static void decoder_block(Decoder* d, int layer, int N)
     norm_forward(m, unit, NORM_1_WEIGHT, d->residual, d->norm, d->mean, d->rstd, 0, d->residual,
                  layer == 0 ? nullptr : m->branch, N);
     linear_forward(m, unit, QKV_WEIGHT, d->qkv, d->norm, P, c->C, QKV);
-    if (is_llama(m))
+    if (is_rotary(c))
         rope_forward(d->qkv, m->rope, d->positions, N, d->T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
     attention_cached(d->att, d->keys + cache, d->values + cache, d->qkv, d->slots, d->positions, N, d->T, c->NH, c->NKV,
                      c->HS, 1.0f / sqrtf((float)c->HS), stream);
     linear_forward(m, unit, PROJ_WEIGHT, m->branch, d->att, P, Q, c->C);
     norm_forward(m, unit, NORM_2_WEIGHT, d->residual, d->norm, d->mean, d->rstd, 0, d->residual, m->branch, N);
     linear_forward(m, unit, FC_WEIGHT, d->fc, d->norm, P, c->C, fc_width(c));
-    if (is_llama(m)) swiglu_forward(d->fc_act, d->fc, N, c->F, stream);
+    if (is_gated(c)) swiglu_forward(d->fc_act, d->fc, N, c->F, stream);
     else activation_forward(d->fc_act, d->fc, (size_t)N * c->F, c->activation, stream);
     linear_forward(m, unit, FCPROJ_WEIGHT, m->branch, d->fc_act, P, c->F, c->C);
 }

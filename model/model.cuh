@@ -1,17 +1,22 @@
-/* model.cuh: the models, GPT-2 (Radford et al. 2019) and LLaMA (Touvron et al. 2023; Mistral and Qwen2 are the same
- * with other settings), as Hugging Face's files have them. Both are one block of pre-norm attention and MLP:
+/* model.cuh: the model, one block of pre-norm attention and MLP whose axes Config has. The families (shapes.cuh), as
+ * Hugging Face's files have them:
  *              norm       positions   MLP             biases            weights are   head
  *   GPT-2      LayerNorm  learned     GELU            everywhere        (in, out)     tied
  *   LLaMA      RMSNorm    rotary      gated by SiLU   as config says    (out, in)     as config says
+ *   Mistral    as LLaMA                               none
+ *   Qwen2      as LLaMA                               of q, k and v
+ *   Arcee      RMSNorm    rotary      squared ReLU    as config says    (out, in)     as config says
+ * GPT-2: Radford et al. 2019; LLaMA: Touvron et al. 2023.
  *
  * Legend, used with these meanings everywhere and no others:
  *   B  sequences per rank and micro-step     T   tokens per sequence        N   rows, B*T
  *   C  channels                              L   layers                     F   MLP width
  *   NH query heads   NKV key/value heads     HS  head size                  Q   query width, NH*HS
  *   V  vocabulary    VP  V padded to 64      R   ranks                      G   micro-steps
- * Gradients are d + name. Weights are stored as in the HF file; the head is (out, in) in both families.
+ * Gradients are d + name. Weights are stored as in the HF file; the head is (out, in) in all families.
  *
- * What is here, in order: the tensor tables, the only list of tensors; Model, its activations; forward; backward. */
+ * What is here, in order: the model's tensors, by the tables of tensors.cuh; Model, its activations; forward;
+ * backward. */
 #pragma once
 #include <fnmatch.h>
 #include "kernels/attention.cuh"
@@ -25,66 +30,7 @@
 #include "shapes.cuh"
 #include "zero/offload.h"
 
-// --------------------------------------------------------------------------------------------------- tensor tables
-enum class Dim { ONE, V, CONTEXT, C, Q, KV, QKV, F };
-enum class Where { EMBED, BLOCK, HEAD };
-enum class Init { NORMAL, RESIDUAL, ZERO, ONE };   // N(0, 0.02); N(0, 0.02 / sqrt(2L)); constants
-
-/* What the code calls the matrices and vectors of a unit. A bias follows its weight. */
-enum Row {
-    WTE, WPE,
-    NORM_1_WEIGHT, NORM_1_BIAS, QKV_WEIGHT, QKV_BIAS, PROJ_WEIGHT, PROJ_BIAS,
-    NORM_2_WEIGHT, NORM_2_BIAS, FC_WEIGHT, FC_BIAS, FCPROJ_WEIGHT, FCPROJ_BIAS,
-    NORM_F_WEIGHT, NORM_F_BIAS, LM_HEAD, NUM_ROWS
-};
-
-/* Each tensor of the file. Those that follow each other with the same row are stored joined, one matrix to the code:
- * q, k and v one above the other are the (Q + 2 KV, C) matrix that makes all three. A bias that the config does not
- * have is left out, so is a tied head. */
-typedef struct { Row row; Where where; const char* name; Dim rows, cols; Init init; } TensorRow;
-
-static const TensorRow gpt2_tensors[] = {
-    {WTE,           Where::EMBED, "transformer.wte.weight",              Dim::V,       Dim::C,   Init::NORMAL},
-    {WPE,           Where::EMBED, "transformer.wpe.weight",              Dim::CONTEXT, Dim::C,   Init::NORMAL},
-    {NORM_1_WEIGHT, Where::BLOCK, "transformer.h.%d.ln_1.weight",        Dim::C,       Dim::ONE, Init::ONE},
-    {NORM_1_BIAS,   Where::BLOCK, "transformer.h.%d.ln_1.bias",          Dim::C,       Dim::ONE, Init::ZERO},
-    {QKV_WEIGHT,    Where::BLOCK, "transformer.h.%d.attn.c_attn.weight", Dim::C,       Dim::QKV, Init::NORMAL},
-    {QKV_BIAS,      Where::BLOCK, "transformer.h.%d.attn.c_attn.bias",   Dim::QKV,     Dim::ONE, Init::ZERO},
-    {PROJ_WEIGHT,   Where::BLOCK, "transformer.h.%d.attn.c_proj.weight", Dim::Q,       Dim::C,   Init::RESIDUAL},
-    {PROJ_BIAS,     Where::BLOCK, "transformer.h.%d.attn.c_proj.bias",   Dim::C,       Dim::ONE, Init::ZERO},
-    {NORM_2_WEIGHT, Where::BLOCK, "transformer.h.%d.ln_2.weight",        Dim::C,       Dim::ONE, Init::ONE},
-    {NORM_2_BIAS,   Where::BLOCK, "transformer.h.%d.ln_2.bias",          Dim::C,       Dim::ONE, Init::ZERO},
-    {FC_WEIGHT,     Where::BLOCK, "transformer.h.%d.mlp.c_fc.weight",    Dim::C,       Dim::F,   Init::NORMAL},
-    {FC_BIAS,       Where::BLOCK, "transformer.h.%d.mlp.c_fc.bias",      Dim::F,       Dim::ONE, Init::ZERO},
-    {FCPROJ_WEIGHT, Where::BLOCK, "transformer.h.%d.mlp.c_proj.weight",  Dim::F,       Dim::C,   Init::RESIDUAL},
-    {FCPROJ_BIAS,   Where::BLOCK, "transformer.h.%d.mlp.c_proj.bias",    Dim::C,       Dim::ONE, Init::ZERO},
-    {NORM_F_WEIGHT, Where::HEAD,  "transformer.ln_f.weight",             Dim::C,       Dim::ONE, Init::ONE},
-    {NORM_F_BIAS,   Where::HEAD,  "transformer.ln_f.bias",               Dim::C,       Dim::ONE, Init::ZERO},
-    {LM_HEAD,       Where::HEAD,  "lm_head.weight",                      Dim::V,       Dim::C,   Init::NORMAL},
-};
-
-static const TensorRow llama_tensors[] = {
-    {WTE,           Where::EMBED, "model.embed_tokens.weight",                       Dim::V,  Dim::C,   Init::NORMAL},
-    {NORM_1_WEIGHT, Where::BLOCK, "model.layers.%d.input_layernorm.weight",          Dim::C,  Dim::ONE, Init::ONE},
-    {QKV_WEIGHT,    Where::BLOCK, "model.layers.%d.self_attn.q_proj.weight",         Dim::Q,  Dim::C,   Init::NORMAL},
-    {QKV_WEIGHT,    Where::BLOCK, "model.layers.%d.self_attn.k_proj.weight",         Dim::KV, Dim::C,   Init::NORMAL},
-    {QKV_WEIGHT,    Where::BLOCK, "model.layers.%d.self_attn.v_proj.weight",         Dim::KV, Dim::C,   Init::NORMAL},
-    {QKV_BIAS,      Where::BLOCK, "model.layers.%d.self_attn.q_proj.bias",           Dim::Q,  Dim::ONE, Init::ZERO},
-    {QKV_BIAS,      Where::BLOCK, "model.layers.%d.self_attn.k_proj.bias",           Dim::KV, Dim::ONE, Init::ZERO},
-    {QKV_BIAS,      Where::BLOCK, "model.layers.%d.self_attn.v_proj.bias",           Dim::KV, Dim::ONE, Init::ZERO},
-    {PROJ_WEIGHT,   Where::BLOCK, "model.layers.%d.self_attn.o_proj.weight",         Dim::C,  Dim::Q,   Init::NORMAL},
-    {PROJ_BIAS,     Where::BLOCK, "model.layers.%d.self_attn.o_proj.bias",           Dim::C,  Dim::ONE, Init::ZERO},
-    {NORM_2_WEIGHT, Where::BLOCK, "model.layers.%d.post_attention_layernorm.weight", Dim::C,  Dim::ONE, Init::ONE},
-    {FC_WEIGHT,     Where::BLOCK, "model.layers.%d.mlp.gate_proj.weight",            Dim::F,  Dim::C,   Init::NORMAL},
-    {FC_WEIGHT,     Where::BLOCK, "model.layers.%d.mlp.up_proj.weight",              Dim::F,  Dim::C,   Init::NORMAL},
-    {FC_BIAS,       Where::BLOCK, "model.layers.%d.mlp.gate_proj.bias",              Dim::F,  Dim::ONE, Init::ZERO},
-    {FC_BIAS,       Where::BLOCK, "model.layers.%d.mlp.up_proj.bias",                Dim::F,  Dim::ONE, Init::ZERO},
-    {FCPROJ_WEIGHT, Where::BLOCK, "model.layers.%d.mlp.down_proj.weight",            Dim::C,  Dim::F,   Init::NORMAL},
-    {FCPROJ_BIAS,   Where::BLOCK, "model.layers.%d.mlp.down_proj.bias",              Dim::C,  Dim::ONE, Init::ZERO},
-    {NORM_F_WEIGHT, Where::HEAD,  "model.norm.weight",                               Dim::C,  Dim::ONE, Init::ONE},
-    {LM_HEAD,       Where::HEAD,  "lm_head.weight",                                  Dim::V,  Dim::C,   Init::NORMAL},
-};
-
+// --------------------------------------------------------------------------------------------------------- tensors
 static size_t config_dim(const Config* c, Dim d)
 {
     switch (d) {
@@ -95,17 +41,27 @@ static size_t config_dim(const Config* c, Dim d)
     case Dim::KV: return (size_t)c->NKV * c->HS;
     case Dim::QKV: return (size_t)(c->NH + 2 * c->NKV) * c->HS;
     case Dim::F: return c->F;
+    case Dim::GATE: return c->mlp == Mlp::GATED ? c->F : 0;
     case Dim::ONE: break;
     }
     return 1;
 }
 
+/* Does a model of these axes have it? */
 static bool config_has(const Config* c, Row row)
 {
-    if (row == QKV_BIAS) return c->qkv_bias;
-    if (row == PROJ_BIAS) return c->proj_bias;
-    if (row == FC_BIAS || row == FCPROJ_BIAS) return c->mlp_bias;
-    return row != LM_HEAD || !c->tied;
+    switch (row) {
+    case WPE: return c->positions == Positions::LEARNED;
+    case NORM_1_BIAS: case NORM_2_BIAS: case NORM_F_BIAS: return c->norm == Norm::LAYER;
+    case QKV_BIAS: return c->qkv_bias;
+    case PROJ_BIAS: return c->proj_bias;
+    case FC_BIAS: case FCPROJ_BIAS: return c->mlp_bias;
+    case LM_HEAD: return !c->tied;
+    case WTE: case NORM_1_WEIGHT: case QKV_WEIGHT: case PROJ_WEIGHT: case NORM_2_WEIGHT: case FC_WEIGHT:
+    case FCPROJ_WEIGHT: case NORM_F_WEIGHT: return true;
+    case NUM_ROWS: break;
+    }
+    return false;
 }
 
 /* Units: the embeddings, the blocks, the head. With pieces: those of wte, the blocks, the final norm, those of the
@@ -125,8 +81,8 @@ static int piece_columns(const Config* c, int piece)
 
 /* An untied wte and head larger than a block are cut into pieces of its size, so that at stage 3 no rank ever holds
  * them whole. A piece has a multiple of 64 rows, and so many that its unit has no padding. Tied they are one unit:
- * lookup, head and its backward would gather it three times, and its gradient stays whole anyway. So does GPT-2's with
- * its positions. */
+ * lookup, head and its backward would gather it three times, and its gradient stays whole anyway. So it is with
+ * learned positions. */
 static void config_cut(Config* c, int num_ranks)
 {
     size_t C = c->C, Q = config_dim(c, Dim::Q), QKV = config_dim(c, Dim::QKV), vocab = (size_t)c->VP * C;
@@ -134,7 +90,7 @@ static void config_cut(Config* c, int num_ranks)
     while (step * C % num_ranks != 0) step++;
     c->num_pieces = 1;
     c->piece_rows = c->VP;
-    if (c->tied || c->family == Family::GPT2 || vocab <= block) return;
+    if (c->tied || c->positions == Positions::LEARNED || vocab <= block) return;
     size_t rows = round_up(ceil_div(c->VP, ceil_div(vocab, block)), 64 * step);
     if (rows >= (size_t)c->VP) return;
     c->piece_rows = (int)rows;
@@ -143,6 +99,7 @@ static void config_cut(Config* c, int num_ranks)
 
 static bool unit_has(const Config* c, int unit, const TensorRow* row)
 {
+    if (!config_has(c, row->row) || config_dim(c, row->rows) == 0) return false;
     if (row->row == LM_HEAD) return unit >= unit_lm_head(c, 0);
     Where where = unit < unit_block(c, 0) ? Where::EMBED : unit < unit_head(c) ? Where::BLOCK : Where::HEAD;
     return row->where == where && unit <= unit_head(c);
@@ -168,7 +125,7 @@ static void tensor_add(Tensor* out, const Config* c, const TensorRow* row, int u
     out->init_value = row->init == Init::ONE ? 1 : 0;
     out->decay = out->num_dims == 2;
     out->hidden = row->where == Where::BLOCK && out->num_dims == 2;
-    out->in_out = c->family == Family::GPT2;
+    out->in_out = c->layout == Layout::IN_OUT;
     out->num_fused = row->cols == Dim::QKV ? 3 : 1;
     out->row = row->row;
 }
@@ -221,18 +178,30 @@ static void tensors_keep_fp32(Tensor* tensors, int num_tensors, const char* list
     }
 }
 
+/* Has the family's file a name for all that the axes ask for? */
+static void tensors_check(const Config* c)
+{
+    for (int row = 0; row < NUM_ROWS; row++) {
+        int num_names = 0;
+        for (int i = 0; i < c->family->num_tensors; i++) num_names += c->family->tensors[i].row == row;
+        ENSURE(num_names > 0 || !config_has(c, (Row)row), "model_type \"%s\" has no tensor for row %d of tensors.cuh",
+               c->family->model_type, row);
+    }
+}
+
 /* All tensors of the model in unit order, placed for R ranks; those of fp32_list in fp32. */
 static void model_tensors(Shard* shard, Config* c, int num_ranks, const char* fp32_list)
 {
     config_cut(c, num_ranks);
     c->num_fp32_units = 0;
-    const TensorRow* rows = c->family == Family::GPT2 ? gpt2_tensors : llama_tensors;
-    int num_rows = (int)(c->family == Family::GPT2 ? sizeof gpt2_tensors : sizeof llama_tensors) / (int)sizeof rows[0];
+    const TensorRow* rows = c->family->tensors;
+    int num_rows = c->family->num_tensors;
+    tensors_check(c);
     Tensor* tensors = (Tensor*)malloc_checked((num_rows * (size_t)(c->L + 1) + 2 * c->num_pieces) * sizeof(Tensor));
     int n = 0;
     for (int unit = 0; unit < num_units(c); unit++) {
         for (int i = 0; i < num_rows; i++) {
-            if (!unit_has(c, unit, &rows[i]) || !config_has(c, rows[i].row)) continue;
+            if (!unit_has(c, unit, &rows[i])) continue;
             tensor_add(&tensors[n], c, &rows[i], unit);
             tensors[n].joined = n > 0 && tensors[n - 1].unit == unit && tensors[n - 1].row == rows[i].row;
             n++;
@@ -300,8 +269,8 @@ typedef struct Model {
     int given_head_rows;      // --head-rows; 0: head_chunk_rows decides
     bool on_gpu;              // the plan's device is a GPU
     int head_rows;            // rows of logits that exist at a time
-    float* rope;              // (T,HS)    LLaMA: cosines and sines of every position
-    // activations, one of each per layer that keeps it (kept_layers); means are GPT-2's alone
+    float* rope;              // (T,HS)    rotary: cosines and sines of every position
+    // activations, one of each per layer that keeps it (kept_layers); means are LayerNorm's alone
     floatX *residual;         // (L,N,C)   block input, after the sum
     floatX *norm_1;           // (L,N,C)
     float  *norm_1_mean, *norm_1_rstd;   // (L,N)
@@ -335,9 +304,9 @@ typedef struct Model {
 
 static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
 
-static bool is_llama(const Model* m) { return m->config.family == Family::LLAMA; }
-static Layout linear_layout(const Model* m) { return is_llama(m) ? Layout::OUT_IN : Layout::IN_OUT; }
-static int fc_width(const Config* c) { return c->family == Family::LLAMA ? 2 * c->F : c->F; }
+static bool is_gated(const Config* c) { return c->mlp == Mlp::GATED; }
+static bool is_rotary(const Config* c) { return c->positions == Positions::ROTARY; }
+static int fc_width(const Config* c) { return (int)config_dim(c, Dim::GATE) + c->F; }
 
 /* How many layers keep what is recomputed from `level` on. */
 static size_t kept_layers(const Model* m, Recompute level)
@@ -375,7 +344,7 @@ static Block model_block(const Model* m, int layer)
     a.residual_2 = m->residual_2 + stream * NC;
     a.norm_2 = m->norm_2 + cheap * NC;
     a.fc = m->fc + mlp * layer_elems(N, fc_width(c));
-    a.fc_act = m->fc_act + (is_llama(m) ? cheap : mlp) * layer_elems(N, c->F);
+    a.fc_act = m->fc_act + (is_gated(c) ? cheap : mlp) * layer_elems(N, c->F);
     a.first_row = layer * N;
     return a;
 }
@@ -406,6 +375,15 @@ static size_t logits_elems(const Model* m, size_t N)
     return m->chunks_vocab && widest < elems ? max_size(widest, VP) : elems;
 }
 
+static size_t norm_scratch_elems(const Config* c)
+{
+    switch (c->norm) {
+    case Norm::LAYER: return layernorm_scratch_elems(c->C);
+    case Norm::RMS: break;
+    }
+    return rmsnorm_scratch_elems(c->C);
+}
+
 /* Adds activations' rows to the plan. Without `training` only what a forward needs. */
 static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
 {
@@ -429,21 +407,19 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     plan_add(plan, label, D, &m->att, attention * layer_elems(N, Q));
     plan_add(plan, label, D, &m->att_lse, attention * layer_elems(N, c->NH));
     plan_add(plan, label, D, &m->fc, mlp * layer_elems(N, FC));
-    plan_add(plan, label, D, &m->fc_act, (is_llama(m) ? cheap : mlp) * layer_elems(N, F));
+    plan_add(plan, label, D, &m->fc_act, (is_gated(c) ? cheap : mlp) * layer_elems(N, F));
     for (floatX** p : {&m->branch, &m->residual_f, &m->norm_f}) plan_add(plan, label, D, p, N * C);
     for (float** p : {&m->norm_f_rstd, &m->losses}) plan_add(plan, label, D, p, N);
     plan_add(plan, label, D, &m->maxima, m->chunks_vocab ? N : 0);
     plan_add(plan, label, D, &m->exp_sums, m->chunks_vocab ? N : 0);
-    if (is_llama(m)) {
-        plan_add(plan, "rotary table", D, &m->rope, (size_t)T * c->HS);
-    } else {
+    if (is_rotary(c)) plan_add(plan, "rotary table", D, &m->rope, (size_t)T * c->HS);
+    if (c->norm == Norm::LAYER) {
         for (float** p : {&m->norm_1_mean, &m->norm_2_mean}) plan_add(plan, label, D, p, LN);
         plan_add(plan, label, D, &m->norm_f_mean, N);
     }
     plan_add(plan, "logits", D, &m->logits, logits_elems(m, N));
     for (int** p : {&m->tokens, &m->targets}) plan_add(plan, "tokens", D, p, N);
-    size_t norm_scratch = is_llama(m) ? rmsnorm_scratch_elems(c->C) : layernorm_scratch_elems(c->C);
-    size_t scratch = max_size(norm_scratch, attention_scratch_elems(B, T, c->NH, c->HS));
+    size_t scratch = max_size(norm_scratch_elems(c), attention_scratch_elems(B, T, c->NH, c->HS));
     scratch = max_size(scratch, matmul_scratch_elems((int)max_size(QKV, FC)));
     plan_add(plan, "scratch of the kernels", D, &m->scratch, scratch);
     if (!training) return;
@@ -452,7 +428,7 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     if (m->dropout > 0) plan_add(plan, gradients, D, &m->dbranch, N * C);
     plan_add(plan, gradients, D, &m->dnorm, N * max_size(C, Q));
     plan_add(plan, gradients, D, &m->dfc, N * FC);
-    if (is_llama(m)) plan_add(plan, gradients, D, &m->dfc_act, N * F);
+    if (is_gated(c)) plan_add(plan, gradients, D, &m->dfc_act, N * F);
     plan_add(plan, gradients, D, &m->dqkv, N * QKV);
 }
 
@@ -460,7 +436,7 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
 static void model_start(Model* m)
 {
     if (m->offloads) offload_start(&m->inputs, m->residual, m->zero->compute, m->zero->overlap);
-    if (m->rope == nullptr) return;     // GPT-2, or an export, which computes nothing
+    if (m->rope == nullptr) return;     // learned positions, or an export, which computes nothing
     size_t elems = (size_t)m->T * m->config.HS;
     float* h_table = (float*)malloc_checked(elems * sizeof(float));
     rope_table(h_table, &m->config.rope, 0, m->T, m->config.HS);
@@ -534,10 +510,16 @@ template <class P> static void norm_forward_of(const Model* m, floatX* residual,
 {
     const Config* c = &m->config;
     cudaStream_t stream = m->zero->compute;
-    if (is_llama(m) && b == nullptr) rmsnorm_forward(out, rstd, a, weight, N, c->C, c->eps, stream);
-    else if (is_llama(m)) residual_rmsnorm_forward(residual, out, rstd, a, b, weight, N, c->C, c->eps, stream);
-    else if (b == nullptr) layernorm_forward(out, mean, rstd, a, weight, bias, N, c->C, c->eps, stream);
-    else residual_layernorm_forward(residual, out, mean, rstd, a, b, weight, bias, N, c->C, c->eps, stream);
+    switch (c->norm) {
+    case Norm::LAYER:
+        if (b == nullptr) layernorm_forward(out, mean, rstd, a, weight, bias, N, c->C, c->eps, stream);
+        else residual_layernorm_forward(residual, out, mean, rstd, a, b, weight, bias, N, c->C, c->eps, stream);
+        break;
+    case Norm::RMS:
+        if (b == nullptr) rmsnorm_forward(out, rstd, a, weight, N, c->C, c->eps, stream);
+        else residual_rmsnorm_forward(residual, out, rstd, a, b, weight, N, c->C, c->eps, stream);
+        break;
+    }
 }
 
 /* The norm whose weight is `row`: residual (N,C) = a + b, out = norm(residual). b null: residual is a, and is not
@@ -545,7 +527,7 @@ template <class P> static void norm_forward_of(const Model* m, floatX* residual,
 static void norm_forward(const Model* m, int unit, int row, floatX* residual, floatX* out, float* means, float* rstds,
                          size_t first, const floatX* a, const floatX* b, int N)
 {
-    float *mean = is_llama(m) ? nullptr : means + first, *rstd = rstds + first;
+    float *mean = means == nullptr ? nullptr : means + first, *rstd = rstds + first;
     const float* weight = model_param_fp32(m, unit, row);
     if (weight != nullptr)
         norm_forward_of(m, residual, out, mean, rstd, a, b, weight, model_param_fp32(m, unit, row + 1), N);
@@ -557,7 +539,7 @@ static void norm_forward(const Model* m, int unit, int row, floatX* residual, fl
 /* out (N,OC) = the linear layer whose weight is `row`, of inp (N,IC). */
 static void linear_forward(const Model* m, int unit, int row, floatX* out, const floatX* inp, int N, int IC, int OC)
 {
-    matmul_forward(out, inp, model_param(m, unit, row), model_param(m, unit, row + 1), N, IC, OC, linear_layout(m),
+    matmul_forward(out, inp, model_param(m, unit, row), model_param(m, unit, row + 1), N, IC, OC, m->config.layout,
                    m->zero->compute);
 }
 
@@ -567,7 +549,7 @@ static void attention_part(const Model* m, int layer, const Block* a, int B, int
     cudaStream_t stream = m->zero->compute;
     int N = B * T, QKV = (int)config_dim(c, Dim::QKV), unit = unit_block(c, layer);
     linear_forward(m, unit, QKV_WEIGHT, a->qkv, a->norm_1, N, c->C, QKV);
-    if (is_llama(m)) rope_forward(a->qkv, m->rope, nullptr, N, T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
+    if (is_rotary(c)) rope_forward(a->qkv, m->rope, nullptr, N, T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
     attention_forward(a->att, a->att_lse, m->scratch, a->qkv, B, T, c->NH, c->NKV, c->HS, 1.0f / sqrtf((float)c->HS),
                       stream, model_dropout(m, DROPOUT_ATTENTION, layer));
 }
@@ -576,12 +558,12 @@ static void attention_part(const Model* m, int layer, const Block* a, int B, int
 static void mlp_part(const Model* m, int unit, const Block* a, int N)
 {
     const Config* c = &m->config;
-    if (is_llama(m)) {
+    if (is_gated(c)) {
         linear_forward(m, unit, FC_WEIGHT, a->fc, a->norm_2, N, c->C, fc_width(c));
         swiglu_forward(a->fc_act, a->fc, N, c->F, m->zero->compute);
     } else {
         matmul_forward_act(a->fc_act, a->fc, a->norm_2, model_param(m, unit, FC_WEIGHT), model_param(m, unit, FC_BIAS),
-                           N, c->C, c->F, linear_layout(m), c->activation, m->zero->compute);
+                           N, c->C, c->F, c->layout, c->activation, m->zero->compute);
     }
 }
 
@@ -620,7 +602,7 @@ static void block_restore(Model* m, int layer, int B, int T)
     norm_forward(m, unit, NORM_2_WEIGHT, nullptr, a.norm_2, m->norm_2_mean, m->norm_2_rstd, a.first_row, a.residual_2,
                  nullptr, N);
     if (m->recompute >= Recompute::MLP) mlp_part(m, unit, &a, N);
-    else if (is_llama(m)) swiglu_forward(a.fc_act, a.fc, N, c->F, m->zero->compute);
+    else if (is_gated(c)) swiglu_forward(a.fc_act, a.fc, N, c->F, m->zero->compute);
     phase_begin(before);
 }
 
@@ -631,17 +613,21 @@ template <class P> static void norm_backward_of(const Model* m, float* dweight, 
 {
     int C = m->config.C;
     cudaStream_t stream = m->zero->compute;
-    if (is_llama(m))
-        rmsnorm_backward(m->dresidual, dweight, m->scratch, m->dnorm, inp, weight, rstd, N, C, stream);
-    else
+    switch (m->config.norm) {
+    case Norm::LAYER:
         layernorm_backward(m->dresidual, dweight, dbias, m->scratch, m->dnorm, inp, weight, mean, rstd, N, C, stream);
+        break;
+    case Norm::RMS:
+        rmsnorm_backward(m->dresidual, dweight, m->scratch, m->dnorm, inp, weight, rstd, N, C, stream);
+        break;
+    }
 }
 
 /* m->dresidual += gradient of the norm's input, from m->dnorm, that of its output. */
 static void norm_backward(const Model* m, int unit, int row, const floatX* inp, const float* means, const float* rstds,
                           size_t first, int N)
 {
-    const float *mean = is_llama(m) ? nullptr : means + first, *rstd = rstds + first;
+    const float *mean = means == nullptr ? nullptr : means + first, *rstd = rstds + first;
     float *dweight = model_grad(m, unit, row), *dbias = model_grad(m, unit, row + 1);
     const float* weight = model_param_fp32(m, unit, row);
     if (weight != nullptr) norm_backward_of(m, dweight, dbias, inp, mean, rstd, weight, N);
@@ -654,8 +640,8 @@ static void linear_backward(const Model* m, int unit, int row, floatX* dinp, con
 {
     cudaStream_t stream = m->zero->compute;
     matmul_backward_weight(model_grad(m, unit, row), model_grad(m, unit, row + 1), m->scratch, dout, inp, N, IC, OC,
-                           linear_layout(m), stream);
-    matmul_backward_input(dinp, dout, model_param(m, unit, row), N, IC, OC, linear_layout(m), false, stream);
+                           m->config.layout, stream);
+    matmul_backward_input(dinp, dout, model_param(m, unit, row), N, IC, OC, m->config.layout, false, stream);
 }
 
 /* Gradient through block `layer`: m->dresidual (N,C) goes in as the gradient of its output, and out as that of its
@@ -669,14 +655,14 @@ static void block_backward(Model* m, int layer, int B, int T)
     Block a = model_block(m, layer);
     // MLP
     const floatX* dbranch = branch_gradient(m, DROPOUT_FCPROJ, layer, B, T);
-    if (is_llama(m)) {
+    if (is_gated(c)) {
         linear_backward(m, unit, FCPROJ_WEIGHT, m->dfc_act, dbranch, a.fc_act, N, F, C);
         swiglu_backward(m->dfc, m->dfc_act, a.fc, N, F, stream);
     } else {
         matmul_backward_weight(model_grad(m, unit, FCPROJ_WEIGHT), model_grad(m, unit, FCPROJ_BIAS), m->scratch,
-                               dbranch, a.fc_act, N, F, C, linear_layout(m), stream);
+                               dbranch, a.fc_act, N, F, C, m->config.layout, stream);
         matmul_backward_input_act(m->dfc, dbranch, model_param(m, unit, FCPROJ_WEIGHT), a.fc, N, F, C,
-                                  linear_layout(m), c->activation, stream);
+                                  m->config.layout, c->activation, stream);
     }
     linear_backward(m, unit, FC_WEIGHT, m->dnorm, m->dfc, a.norm_2, N, C, FC);
     norm_backward(m, unit, NORM_2_WEIGHT, a.residual_2, m->norm_2_mean, m->norm_2_rstd, a.first_row, N);
@@ -685,7 +671,7 @@ static void block_backward(Model* m, int layer, int B, int T)
     linear_backward(m, unit, PROJ_WEIGHT, m->dnorm, dbranch, a.att, N, Q, C);
     attention_backward(m->dqkv, m->scratch, m->dnorm, a.att, a.att_lse, a.qkv, B, T, c->NH, c->NKV, c->HS,
                        1.0f / sqrtf((float)c->HS), stream, model_dropout(m, DROPOUT_ATTENTION, layer));
-    if (is_llama(m)) rope_backward(m->dqkv, m->rope, nullptr, N, T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
+    if (is_rotary(c)) rope_backward(m->dqkv, m->rope, nullptr, N, T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
     linear_backward(m, unit, QKV_WEIGHT, m->dnorm, m->dqkv, a.norm_1, N, C, QKV);
     norm_backward(m, unit, NORM_1_WEIGHT, a.residual, m->norm_1_mean, m->norm_1_rstd, a.first_row, N);
 }

@@ -1,25 +1,36 @@
-/* shapes.cuh: the shape of a model: the presets, and config.json of a Hugging Face folder, read and written. A key
- * of config.json that would change the numbers and is not supported is refused by name. The tokens that end a text are
- * those of config.json and of generation_config.json beside it. The legend of the letters is in model.cuh. */
+/* shapes.cuh: the shape of a model: its axes, the families, the presets, and config.json of a Hugging Face folder, read
+ * and written. What computes asks for the axes alone. A family is a name for some of their values: how config.json
+ * spells them, and what its files call the tensors. A key of config.json that would change the numbers and is not
+ * supported is refused by name. The tokens that end a text are those of config.json and of generation_config.json
+ * beside it. The legend of the letters is in model.cuh. */
 #pragma once
 #include "data/json.h"
 #include "kernels/activation.cuh"
+#include "kernels/matmul.cuh"
 #include "kernels/rope.cuh"
+#include "tensors.cuh"
 
 #define CONFIG_MAX_EOS 64
 
-enum class Family { GPT2, LLAMA };
+enum class Norm { LAYER, RMS };                // LayerNorm has a bias
+enum class Positions { LEARNED, ROTARY };      // a vector added to the embedding; q and k rotated
+enum class Mlp { PLAIN, GATED };               // down(activation(up(x))); down(activation(gate(x)) * up(x))
+
+struct Family;
 
 typedef struct Config {
-    Family family;
-    char model_type[16];    // as config.json says: gpt2, llama, mistral, qwen2
+    const struct Family* family;
     int V, VP, C, L, NH, NKV, HS, F;
-    int context;            // largest T; GPT-2: rows of wpe
+    int context;            // largest T; learned positions: rows of wpe
+    Norm norm;
     double eps;             // of the norms
+    Positions positions;
+    RopeConfig rope;        // rotary positions
+    Mlp mlp;
+    Activation activation;  // of the MLP; gated: of its gate
+    Layout layout;          // of the weights of a block; the head's is (out, in) always
     bool tied;              // head = wte
     bool qkv_bias, proj_bias, mlp_bias;
-    Activation activation;  // of the MLP; LLaMA: of its gate
-    RopeConfig rope;        // LLaMA
     float pdrop;            // dropout that config.json names; printed, not applied
     int bos;                // the token that begins a text, of a preset; -1: none
     int eos[CONFIG_MAX_EOS], num_eos;    // those that end one
@@ -27,6 +38,17 @@ typedef struct Config {
     int num_pieces, piece_rows;   // wte and the head as sub-units: model_tensors
     int num_fp32_units;     // 1 if some tensors are stored in fp32
 } Config;
+
+/* The rows of `families`, below. */
+typedef struct Family {
+    const char *model_type, *architecture;     // in config.json
+    const TensorRow* tensors;
+    int num_tensors;
+    void (*set_axes)(Config*);                 // before what config.json or a preset says
+    void (*read)(Config*, const cJSON*, const char* path);
+    void (*write)(cJSON*, const Config*);
+    const char* context_key;                   // one more key for the context, which llama.cpp reads; or null
+} Family;
 
 /* Sets what follows from the rest and refuses what no kernel can do; `from` names the preset or file. */
 static void config_finish(Config* c, const char* from)
@@ -36,34 +58,217 @@ static void config_finish(Config* c, const char* from)
     if (c->HS == 0) c->HS = c->C / c->NH;
     ENSURE(c->NH % c->NKV == 0, "%s: %d query heads cannot be shared out among %d key/value heads", from, c->NH,
            c->NKV);
-    ENSURE(c->family == Family::GPT2 || c->HS % 2 == 0, "%s: head size %d is odd: rotary embedding rotates pairs", from,
-           c->HS);
+    ENSURE(c->positions != Positions::ROTARY || c->HS % 2 == 0,
+           "%s: head size %d is odd: rotary embedding rotates pairs", from, c->HS);
     c->VP = (int)round_up(c->V, 64);
     if (c->F == 0) c->F = 4 * c->C;
 }
 
-static Config config_gpt2()
+// -------------------------------------------------------------------------------------------------------- families
+static void gpt2_axes(Config* c)
 {
+    c->norm = Norm::LAYER;
+    c->eps = 1e-5;
+    c->positions = Positions::LEARNED;
+    c->mlp = Mlp::PLAIN;
+    c->activation = Activation::GELU_TANH;
+    c->layout = Layout::IN_OUT;
+    c->tied = c->qkv_bias = c->proj_bias = c->mlp_bias = true;
+}
+
+static void llama_axes(Config* c)
+{
+    c->norm = Norm::RMS;
+    c->eps = 1e-6;
+    c->positions = Positions::ROTARY;
+    c->rope = RopeConfig{10000, RopeScaling::NONE, 1, 1, 4, 8192};
+    c->mlp = Mlp::GATED;
+    c->activation = Activation::SILU;
+    c->layout = Layout::OUT_IN;
+}
+
+static void qwen2_axes(Config* c)
+{
+    llama_axes(c);
+    c->qkv_bias = true;
+}
+
+static void arcee_axes(Config* c)
+{
+    llama_axes(c);
+    c->eps = 1e-5;
+    c->mlp = Mlp::PLAIN;
+    c->activation = Activation::RELU2;
+}
+
+/* Only SiLU is built into the gate. */
+static void read_activation(Config* c, const cJSON* j, const char* key, const char* path)
+{
+    if (!json_has(j, key)) return;
+    const char* name = json_string(j, key, path);
+    const bool gated = c->mlp == Mlp::GATED;
+    ENSURE(activation_find(&c->activation, name) && (!gated || c->activation == Activation::SILU),
+           "%s: %s is \"%s\", have %s", path, key, name, gated ? "silu" : activation_names);
+}
+
+static void gpt2_read(Config* c, const cJSON* j, const char* path)
+{
+    c->C = (int)json_int(j, "n_embd", 1, 1 << 20, path);
+    c->L = (int)json_int(j, "n_layer", 1, 1 << 12, path);
+    c->NH = (int)json_int(j, "n_head", 1, 1 << 12, path);
+    c->context = (int)json_int(j, "n_positions", 1, 1 << 24, path);
+    c->F = (int)json_int_or(j, "n_inner", 0, 0, 1 << 24, path);
+    c->eps = json_float_or(j, "layer_norm_epsilon", c->eps, 0, 1, path);
+    c->tied = json_bool_or(j, "tie_word_embeddings", c->tied, path);
+    read_activation(c, j, "activation_function", path);
+    for (const char* key : {"attn_pdrop", "embd_pdrop", "resid_pdrop"}) {
+        float p = (float)json_float_or(j, key, 0, 0, 1, path);
+        if (p > c->pdrop) c->pdrop = p;
+    }
+    ENSURE(json_bool_or(j, "scale_attn_weights", true, path), "%s: scale_attn_weights false is not there yet", path);
+    for (const char* key : {"scale_attn_by_inverse_layer_idx", "add_cross_attention"})
+        ENSURE(!json_bool_or(j, key, false, path), "%s: %s true is not there yet", path, key);
+}
+
+/* transformers 5 writes "rope_parameters" with the base in it; before that "rope_theta", and "rope_scaling" or null. */
+static void read_rope(RopeConfig* r, const cJSON* j, const char* path)
+{
+    r->theta = json_float_or(j, "rope_theta", r->theta, 1, 1e12, path);
+    const char* key = json_has(j, "rope_parameters") ? "rope_parameters" : "rope_scaling";
+    if (!json_has(j, key)) return;
+    const cJSON* p = json_object(j, key, path);
+    r->theta = json_float_or(p, "rope_theta", r->theta, 1, 1e12, path);
+    ENSURE(json_float_or(p, "partial_rotary_factor", 1, 0, 1, path) == 1,
+           "%s: %s: partial_rotary_factor other than 1 is not there yet", path, key);
+    const char* type = json_string_or(p, "rope_type", json_string_or(p, "type", "default", path), path);
+    if (strcmp(type, "default") == 0) return;
+    if (strcmp(type, "linear") == 0) r->scaling = RopeScaling::LINEAR;
+    else if (strcmp(type, "llama3") == 0) r->scaling = RopeScaling::LLAMA3;
+    else die("%s: %s is of type \"%s\", have default, linear and llama3", path, key, type);
+    r->factor = json_float(p, "factor", 1, 1e6, path);
+    if (r->scaling == RopeScaling::LINEAR) return;
+    r->low_freq_factor = json_float(p, "low_freq_factor", 1e-6, 1e6, path);
+    r->high_freq_factor = json_float(p, "high_freq_factor", 1e-6, 1e6, path);
+    r->context = (double)json_int(p, "original_max_position_embeddings", 1, 1 << 24, path);
+    ENSURE(r->high_freq_factor > r->low_freq_factor, "%s: %s: high_freq_factor %g is not above low_freq_factor %g",
+           path, key, r->high_freq_factor, r->low_freq_factor);
+}
+
+/* Attention windows shorter than the context change the numbers. */
+static void refuse_window(const Config* c, const cJSON* j, const char* path)
+{
+    long long window = json_int_or(j, "sliding_window", c->context, 1, 1 << 30, path);
+    ENSURE(window >= c->context, "%s: sliding_window %lld is not there yet: the context is %d", path, window,
+           c->context);
+}
+
+static void refuse_layer_types(const cJSON* j, const char* path)
+{
+    if (!json_has(j, "layer_types")) return;
+    const cJSON* type;
+    cJSON_ArrayForEach(type, json_array(j, "layer_types", path))
+        ENSURE(cJSON_IsString(type) && strcmp(type->valuestring, "full_attention") == 0,
+               "%s: layer_types holds \"%s\", have full_attention", path,
+               cJSON_IsString(type) ? type->valuestring : "?");
+}
+
+/* What all with LLaMA's keys have. */
+static void read_llama_keys(Config* c, const cJSON* j, const char* path)
+{
+    c->C = (int)json_int(j, "hidden_size", 1, 1 << 20, path);
+    c->L = (int)json_int(j, "num_hidden_layers", 1, 1 << 12, path);
+    c->NH = (int)json_int(j, "num_attention_heads", 1, 1 << 12, path);
+    c->NKV = (int)json_int_or(j, "num_key_value_heads", c->NH, 1, 1 << 12, path);
+    c->HS = (int)json_int_or(j, "head_dim", 0, 1, 1 << 12, path);
+    c->F = (int)json_int(j, "intermediate_size", 1, 1 << 24, path);
+    c->context = (int)json_int(j, "max_position_embeddings", 1, 1 << 24, path);
+    c->eps = json_float_or(j, "rms_norm_eps", c->eps, 0, 1, path);
+    c->tied = json_bool_or(j, "tie_word_embeddings", c->tied, path);
+    read_activation(c, j, "hidden_act", path);
+    read_rope(&c->rope, j, path);
+    refuse_layer_types(j, path);
+}
+
+static void mistral_read(Config* c, const cJSON* j, const char* path)
+{
+    read_llama_keys(c, j, path);
+    refuse_window(c, j, path);
+}
+
+static void llama_read(Config* c, const cJSON* j, const char* path)
+{
+    mistral_read(c, j, path);
+    c->qkv_bias = c->proj_bias = json_bool_or(j, "attention_bias", false, path);
+    c->mlp_bias = json_bool_or(j, "mlp_bias", false, path);
+}
+
+/* It names a window that it uses only if told to. */
+static void qwen2_read(Config* c, const cJSON* j, const char* path)
+{
+    read_llama_keys(c, j, path);
+    ENSURE(!json_bool_or(j, "use_sliding_window", false, path), "%s: use_sliding_window is not there yet", path);
+}
+
+/* By its first name. */
+static void write_activation(cJSON* j, const char* key, Activation activation)
+{
+    const char* names = activation_rows[(int)activation].names;
+    char name[32];
+    snprintf(name, sizeof name, "%.*s", (int)strcspn(names, ","), names);
+    json_add_string(j, key, name);
+}
+
+static void gpt2_write(cJSON* j, const Config* c)
+{
+    json_add_int(j, "n_positions", c->context);
+    json_add_int(j, "n_embd", c->C);
+    json_add_int(j, "n_layer", c->L);
+    json_add_int(j, "n_head", c->NH);
+    json_add_int(j, "n_inner", c->F);
+    write_activation(j, "activation_function", c->activation);
+    json_add_float(j, "layer_norm_epsilon", c->eps);
+    for (const char* key : {"attn_pdrop", "embd_pdrop", "resid_pdrop"}) json_add_float(j, key, 0);
+}
+
+static void llama_write(cJSON* j, const Config* c)
+{
+    json_add_int(j, "max_position_embeddings", c->context);
+    json_add_int(j, "hidden_size", c->C);
+    json_add_int(j, "num_hidden_layers", c->L);
+    json_add_int(j, "num_attention_heads", c->NH);
+    json_add_int(j, "num_key_value_heads", c->NKV);
+    json_add_int(j, "head_dim", c->HS);
+    json_add_int(j, "intermediate_size", c->F);
+    write_activation(j, "hidden_act", c->activation);
+    json_add_float(j, "rms_norm_eps", c->eps);
+    json_add_float(j, "rope_theta", c->rope.theta);
+}
+
+#define FAMILY_TENSORS(table) table, (int)(sizeof table / sizeof table[0])
+
+static const Family families[] = {
+    {"gpt2", "GPT2LMHeadModel", FAMILY_TENSORS(gpt2_tensors), gpt2_axes, gpt2_read, gpt2_write, "n_ctx"},
+    {"llama", "LlamaForCausalLM", FAMILY_TENSORS(llama_tensors), llama_axes, llama_read, llama_write, nullptr},
+    {"mistral", "MistralForCausalLM", FAMILY_TENSORS(llama_tensors), llama_axes, mistral_read, llama_write, nullptr},
+    {"qwen2", "Qwen2ForCausalLM", FAMILY_TENSORS(llama_tensors), qwen2_axes, qwen2_read, llama_write, nullptr},
+    {"arcee", "ArceeForCausalLM", FAMILY_TENSORS(llama_tensors), arcee_axes, llama_read, llama_write, nullptr},
+};
+
+/* The axes of a family by its model_type; `from` names the preset or file. */
+static Config config_family(const char* model_type, const char* from)
+{
+    char have[256] = "";
     Config c = {};
-    c.family = Family::GPT2;
-    snprintf(c.model_type, sizeof c.model_type, "gpt2");
-    c.eps = 1e-5;
-    c.tied = c.qkv_bias = c.proj_bias = c.mlp_bias = true;
-    c.activation = Activation::GELU_TANH;
+    for (const Family& family : families) {
+        snprintf(have + strlen(have), sizeof have - strlen(have), "%s%s", have[0] ? ", " : "", family.model_type);
+        if (strcmp(model_type, family.model_type) == 0) c.family = &family;
+    }
+    ENSURE(c.family != nullptr, "%s: model_type is \"%s\", have %s", from, model_type, have);
+    c.family->set_axes(&c);
     return c;
 }
 
-static Config config_llama(const char* model_type)
-{
-    Config c = {};
-    c.family = Family::LLAMA;
-    c.activation = Activation::SILU;
-    snprintf(c.model_type, sizeof c.model_type, "%s", model_type);
-    c.qkv_bias = strcmp(model_type, "qwen2") == 0;
-    c.rope = RopeConfig{10000, RopeScaling::NONE, 1, 1, 4, 8192};
-    return c;
-}
-
+// --------------------------------------------------------------------------------------------------------- presets
 #define PRESETS "gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 " \
     "llama-60m llama-1b llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b"
 
@@ -104,7 +309,7 @@ static bool config_preset(Config* c, const char* name, int data_V, int context)
     int depth = 0, end = 0;
     for (const Preset& p : presets) {
         if (strcmp(name, p.name) != 0) continue;
-        *c = strcmp(p.model_type, "gpt2") == 0 ? config_gpt2() : config_llama(p.model_type);
+        *c = config_family(p.model_type, name);
         c->V = p.V > 0 ? p.V : data_V > 0 ? data_V : 32000;
         c->C = p.C; c->L = p.L; c->NH = p.NH; c->NKV = p.NKV; c->F = p.F;
         c->context = context > p.context ? context : p.context;
@@ -116,7 +321,7 @@ static bool config_preset(Config* c, const char* name, int data_V, int context)
         return true;
     }
     if (sscanf(name, "d%d%n", &depth, &end) != 1 || name[end] != 0 || depth < 2 || depth > 48) return false;
-    *c = config_gpt2();
+    *c = config_family("gpt2", name);
     c->L = c->NH = depth;
     c->C = 64 * depth;
     c->V = data_V > 0 ? data_V : 50257;
@@ -125,91 +330,6 @@ static bool config_preset(Config* c, const char* name, int data_V, int context)
     config_set_ends(c, end_of_text, end_of_text);
     config_finish(c, name);
     return true;
-}
-
-static void config_read_gpt2(Config* c, const cJSON* j, const char* path)
-{
-    *c = config_gpt2();
-    c->C = (int)json_int(j, "n_embd", 1, 1 << 20, path);
-    c->L = (int)json_int(j, "n_layer", 1, 1 << 12, path);
-    c->NH = (int)json_int(j, "n_head", 1, 1 << 12, path);
-    c->context = (int)json_int(j, "n_positions", 1, 1 << 24, path);
-    c->F = (int)json_int_or(j, "n_inner", 0, 0, 1 << 24, path);
-    c->eps = json_float_or(j, "layer_norm_epsilon", 1e-5, 0, 1, path);
-    c->tied = json_bool_or(j, "tie_word_embeddings", true, path);
-    const char* activation = json_string_or(j, "activation_function", "gelu_new", path);
-    ENSURE(activation_find(&c->activation, activation), "%s: activation_function is \"%s\", have %s", path, activation,
-           activation_names);
-    for (const char* key : {"attn_pdrop", "embd_pdrop", "resid_pdrop"}) {
-        float p = (float)json_float_or(j, key, 0, 0, 1, path);
-        if (p > c->pdrop) c->pdrop = p;
-    }
-    ENSURE(json_bool_or(j, "scale_attn_weights", true, path), "%s: scale_attn_weights false is not there yet", path);
-    for (const char* key : {"scale_attn_by_inverse_layer_idx", "add_cross_attention"})
-        ENSURE(!json_bool_or(j, key, false, path), "%s: %s true is not there yet", path, key);
-}
-
-/* transformers 5 writes "rope_parameters" with the base in it; before that "rope_theta", and "rope_scaling" or null. */
-static void config_read_rope(RopeConfig* r, const cJSON* j, const char* path)
-{
-    r->theta = json_float_or(j, "rope_theta", r->theta, 1, 1e12, path);
-    const char* key = json_has(j, "rope_parameters") ? "rope_parameters" : "rope_scaling";
-    if (!json_has(j, key)) return;
-    const cJSON* p = json_object(j, key, path);
-    r->theta = json_float_or(p, "rope_theta", r->theta, 1, 1e12, path);
-    ENSURE(json_float_or(p, "partial_rotary_factor", 1, 0, 1, path) == 1,
-           "%s: %s: partial_rotary_factor other than 1 is not there yet", path, key);
-    const char* type = json_string_or(p, "rope_type", json_string_or(p, "type", "default", path), path);
-    if (strcmp(type, "default") == 0) return;
-    if (strcmp(type, "linear") == 0) r->scaling = RopeScaling::LINEAR;
-    else if (strcmp(type, "llama3") == 0) r->scaling = RopeScaling::LLAMA3;
-    else die("%s: %s is of type \"%s\", have default, linear and llama3", path, key, type);
-    r->factor = json_float(p, "factor", 1, 1e6, path);
-    if (r->scaling == RopeScaling::LINEAR) return;
-    r->low_freq_factor = json_float(p, "low_freq_factor", 1e-6, 1e6, path);
-    r->high_freq_factor = json_float(p, "high_freq_factor", 1e-6, 1e6, path);
-    r->context = (double)json_int(p, "original_max_position_embeddings", 1, 1 << 24, path);
-    ENSURE(r->high_freq_factor > r->low_freq_factor, "%s: %s: high_freq_factor %g is not above low_freq_factor %g",
-           path, key, r->high_freq_factor, r->low_freq_factor);
-}
-
-/* Attention windows shorter than the context change the numbers. */
-static void config_refuse_windows(const Config* c, const cJSON* j, const char* path)
-{
-    bool qwen2 = strcmp(c->model_type, "qwen2") == 0;     // it names a window that it uses only if told to
-    ENSURE(!qwen2 || !json_bool_or(j, "use_sliding_window", false, path), "%s: use_sliding_window is not there yet",
-           path);
-    long long window = qwen2 ? c->context : json_int_or(j, "sliding_window", c->context, 1, 1 << 30, path);
-    ENSURE(window >= c->context, "%s: sliding_window %lld is not there yet: the context is %d", path, window,
-           c->context);
-    if (!json_has(j, "layer_types")) return;
-    const cJSON* type;
-    cJSON_ArrayForEach(type, json_array(j, "layer_types", path))
-        ENSURE(cJSON_IsString(type) && strcmp(type->valuestring, "full_attention") == 0,
-               "%s: layer_types holds \"%s\", have full_attention", path,
-               cJSON_IsString(type) ? type->valuestring : "?");
-}
-
-static void config_read_llama(Config* c, const cJSON* j, const char* type, const char* path)
-{
-    *c = config_llama(type);
-    c->C = (int)json_int(j, "hidden_size", 1, 1 << 20, path);
-    c->L = (int)json_int(j, "num_hidden_layers", 1, 1 << 12, path);
-    c->NH = (int)json_int(j, "num_attention_heads", 1, 1 << 12, path);
-    c->NKV = (int)json_int_or(j, "num_key_value_heads", c->NH, 1, 1 << 12, path);
-    c->HS = (int)json_int_or(j, "head_dim", 0, 1, 1 << 12, path);
-    c->F = (int)json_int(j, "intermediate_size", 1, 1 << 24, path);
-    c->context = (int)json_int(j, "max_position_embeddings", 1, 1 << 24, path);
-    c->eps = json_float_or(j, "rms_norm_eps", 1e-6, 0, 1, path);
-    c->tied = json_bool_or(j, "tie_word_embeddings", false, path);
-    if (strcmp(type, "llama") == 0) {
-        c->qkv_bias = c->proj_bias = json_bool_or(j, "attention_bias", false, path);
-        c->mlp_bias = json_bool_or(j, "mlp_bias", false, path);
-    }
-    const char* activation = json_string_or(j, "hidden_act", "silu", path);
-    ENSURE(strcmp(activation, "silu") == 0, "%s: hidden_act is \"%s\", have silu", path, activation);
-    config_read_rope(&c->rope, j, path);
-    config_refuse_windows(c, j, path);
 }
 
 /* "eos_token_id": an id, a list of them, or null. */
@@ -243,60 +363,14 @@ static void config_read(Config* c, const char* path)
 {
     cJSON* j = json_parse_file(path);
     const char* type = json_string(j, "model_type", path);
-    bool llama = strcmp(type, "llama") == 0 || strcmp(type, "mistral") == 0 || strcmp(type, "qwen2") == 0;
-    ENSURE(llama || strcmp(type, "gpt2") == 0, "%s: model_type is \"%s\", have gpt2, llama, mistral and qwen2", path,
-           type);
-    if (llama) config_read_llama(c, j, type, path);
-    else config_read_gpt2(c, j, path);
+    *c = config_family(type, path);
+    c->family->read(c, j, path);
     c->V = (int)json_int(j, "vocab_size", 1, 1 << 24, path);
     config_read_eos(c, j, path);
     cJSON_Delete(j);
     size_t length;
     c->hf_text = file_read(path, &length);
     config_finish(c, path);
-}
-
-/* By its first name. */
-static void config_add_activation(cJSON* j, const char* key, Activation activation)
-{
-    const char* names = activation_rows[(int)activation].names;
-    char name[32];
-    snprintf(name, sizeof name, "%.*s", (int)strcspn(names, ","), names);
-    json_add_string(j, key, name);
-}
-
-static void config_add_gpt2(cJSON* j, const Config* c)
-{
-    json_add_int(j, "n_positions", c->context);
-    json_add_int(j, "n_ctx", c->context);                            // llama.cpp reads this name
-    json_add_int(j, "n_embd", c->C);
-    json_add_int(j, "n_layer", c->L);
-    json_add_int(j, "n_head", c->NH);
-    json_add_int(j, "n_inner", c->F);
-    config_add_activation(j, "activation_function", c->activation);
-    json_add_float(j, "layer_norm_epsilon", c->eps);
-    for (const char* key : {"attn_pdrop", "embd_pdrop", "resid_pdrop"}) json_add_float(j, key, 0);
-}
-
-static void config_add_llama(cJSON* j, const Config* c)
-{
-    json_add_int(j, "max_position_embeddings", c->context);
-    json_add_int(j, "hidden_size", c->C);
-    json_add_int(j, "num_hidden_layers", c->L);
-    json_add_int(j, "num_attention_heads", c->NH);
-    json_add_int(j, "num_key_value_heads", c->NKV);
-    json_add_int(j, "head_dim", c->HS);
-    json_add_int(j, "intermediate_size", c->F);
-    config_add_activation(j, "hidden_act", c->activation);
-    json_add_float(j, "rms_norm_eps", c->eps);
-    json_add_float(j, "rope_theta", c->rope.theta);
-}
-
-static const char* config_architecture(const Config* c)
-{
-    if (c->family == Family::GPT2) return "GPT2LMHeadModel";
-    return strcmp(c->model_type, "qwen2") == 0 ? "Qwen2ForCausalLM" :
-           strcmp(c->model_type, "mistral") == 0 ? "MistralForCausalLM" : "LlamaForCausalLM";
 }
 
 static void config_add_id(cJSON* j, const char* key, int id)
@@ -309,11 +383,11 @@ static void config_add_id(cJSON* j, const char* key, int id)
 static void config_write_preset(const Config* c, const char* path, const char* torch_dtype)
 {
     cJSON* j = json_new_object();
-    cJSON_AddItemToArray(json_add_array(j, "architectures"), cJSON_CreateString(config_architecture(c)));
-    json_add_string(j, "model_type", c->model_type);
+    cJSON_AddItemToArray(json_add_array(j, "architectures"), cJSON_CreateString(c->family->architecture));
+    json_add_string(j, "model_type", c->family->model_type);
     json_add_int(j, "vocab_size", c->V);
-    if (c->family == Family::GPT2) config_add_gpt2(j, c);
-    else config_add_llama(j, c);
+    c->family->write(j, c);
+    if (c->family->context_key != nullptr) json_add_int(j, c->family->context_key, c->context);
     json_add_bool(j, "tie_word_embeddings", c->tied);
     json_add_float(j, "initializer_range", 0.02);
     config_add_id(j, "bos_token_id", c->bos);
@@ -337,21 +411,22 @@ static void config_write(const Config* c, const char* path, const char* dtype)
     }
     char quoted[24], architectures[40], context[16];
     snprintf(quoted, sizeof quoted, "\"%s\"", torch_dtype);
-    snprintf(architectures, sizeof architectures, "[\"%s\"]", config_architecture(c));
+    snprintf(architectures, sizeof architectures, "[\"%s\"]", c->family->architecture);
     snprintf(context, sizeof context, "%d", c->context);
     cJSON* j = json_parse(c->hf_text, strlen(c->hf_text), path);
     const cJSON* first = cJSON_GetArrayItem(json_get(j, "architectures"), 0);
     const char* says = cJSON_IsString(first) ? first->valuestring : "";
-    const bool same = strcmp(says, config_architecture(c)) == 0;
+    const bool same = strcmp(says, c->family->architecture) == 0;
     cJSON_Delete(j);
-    const JsonEdit edits[] = {
+    int num_edits = 5;
+    JsonEdit edits[7] = {
         {"dtype", quoted, false}, {"torch_dtype", quoted, false}, {"quantization_config", nullptr, false},
         {"compression_config", nullptr, false}, {"auto_map", nullptr, false},
-        {"n_ctx", context, c->family == Family::GPT2}, {"architectures", architectures, true},
     };
+    if (c->family->context_key != nullptr) edits[num_edits++] = JsonEdit{c->family->context_key, context, true};
+    if (!same) edits[num_edits++] = JsonEdit{"architectures", architectures, true};
     JsonText t = {nullptr, 0, 0};
-    const int num_edits = (int)(sizeof edits / sizeof edits[0]);
-    json_text_edit(&t, c->hf_text, edits, same ? num_edits - 1 : num_edits);
+    json_text_edit(&t, c->hf_text, edits, num_edits);
     hold(t.text);
     file_write(path, t.text, t.length);
     give_back(t.text);

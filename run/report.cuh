@@ -85,7 +85,7 @@ static void print_start(Run* run, const char* model_name)
     if (run->comm.rank == 0) print_flags(f);
     SAY("model   %s%s: %s, L %d, C %d, NH %d, NKV %d, HS %d, F %d, V %d (padded to %d), context %d | "
         "%.2fM parameters\n", model_name, f->model[0] ? "" : " (the default of this build; -m takes another)",
-        c->model_type, c->L, c->C, c->NH, c->NKV, c->HS, c->F, c->V, c->VP, c->context,
+        c->family->model_type, c->L, c->C, c->NH, c->NKV, c->HS, c->F, c->V, c->VP, c->context,
         run->model.shard.num_params * 1e-6);
     if (f->bench) SAY("data    synthetic tokens\n");
     else if (run->train == nullptr) SAY("data    none in %s\n", f->data);   // --plan needs no data

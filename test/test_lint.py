@@ -145,7 +145,7 @@ def test_enumerator_without_a_name(tree, plant):
 
 
 def test_enumerator_without_a_case(tree, plant):
-    plant("model/model.cuh", r"^enum class Dim \{ ONE,", "enum class Dim { ONE, PLANTED,")
+    plant("model/tensors.cuh", r"^enum class Dim \{ ONE,", "enum class Dim { ONE, PLANTED,")
     code, said = compiler(tree, "model/model.cuh")
     assert code != 0 and any(re.match(r"model/model.cuh:\d+.*PLANTED.* not handled in switch", line) for line in said)
 

@@ -318,7 +318,7 @@ ROWS = [
            put(CONFIG, "[" * 2000)),
     refuse("-m {d}/model is neither a preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 llama-60m llama-1b "
            "llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b) nor a folder with config.json", remove(CONFIG)),
-    refuse('{d}/model/config.json: model_type is "gpt_neo", have gpt2, llama, mistral and qwen2',
+    refuse('{d}/model/config.json: model_type is "gpt_neo", have gpt2, llama, mistral, qwen2, arcee',
            config(model_type="gpt_neo")),
     refuse('{d}/model/config.json: has no key "n_embd"', config(drop="n_embd")),
     refuse('{d}/model/config.json: "n_embd" must be a whole number, is a string', config(n_embd="8")),
