@@ -97,8 +97,8 @@ else ifeq ($(DEVICE),cuda)
     $(if $(NO_NCCL)$(SHARE_GPU),,$(call ask,nccl $(NVCC)))
   endif
   NEWEST     := $(lastword $(ARCHS))
-  GENCODE    := $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
-                -gencode arch=compute_$(NEWEST),code=compute_$(NEWEST)
+  GENCODE    := $(foreach a,$(filter-out $(NEWEST),$(ARCHS)),-gencode arch=compute_$(a),code=sm_$(a)) \
+                -gencode arch=compute_$(NEWEST),code=[sm_$(NEWEST),compute_$(NEWEST)]
   COMPILE    := $(NVCC) -std=c++17 -O3 --threads 0 -Xcompiler -fopenmp,-Wall,-Werror=switch -DDEVICE_CUDA -I. \
                 $(MPI_FLAGS) $(GENCODE)
   LINK       := $(NVCC) -Xcompiler -fopenmp $(GENCODE)

@@ -138,8 +138,9 @@ def test_architectures(machine, version, gpus, given, want):
     assert (said.stdout.strip(), said.returncode) == (want, 0)
     program(machine, "mpicc", WRAPPERS["debian"][0])
     said = make(machine, "DEVICE=cuda", "PREC=fp32", "BUILD=build/none", *([f"ARCH={given}"] if given else []))
-    assert all(f"arch=compute_{each},code=sm_{each} " in said.stdout for each in want.split()), said.stderr
-    assert f"code=compute_{want.split()[-1]} " in said.stdout
+    *older, newest = want.split()
+    assert all(f"arch=compute_{each},code=sm_{each} " in said.stdout for each in older), said.stderr
+    assert f"arch=compute_{newest},code=[sm_{newest},compute_{newest}] " in said.stdout, said.stderr
 
 
 @pytest.mark.parametrize("version, gpus, given, sentence", [
@@ -189,3 +190,5 @@ def test_no_nccl(machine):
     program(machine, "nvcc", (machine / "nvcc").read_text().replace("*-E*) exit 0", "*-E*) exit 1"))
     assert "nccl.h is not found: install libnccl-dev" in make(machine, "DEVICE=cuda").stderr
     assert make(machine, "DEVICE=cuda", "NO_NCCL=1", "BUILD=build/none").returncode == 0
+    shared = make(machine, "DEVICE=cuda", "SHARE_GPU=1", "BUILD=build/none")
+    assert shared.returncode == 0 and "-lnccl" not in shared.stdout and "kernels/cpu/nccl.cpp" in shared.stdout
