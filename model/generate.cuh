@@ -2,7 +2,7 @@
  * (continuous batching), and a step of the decoder takes one token of each running sequence together with pieces of
  * prompts, up to DECODER_ROWS rows. Keys and values of past tokens stay in a cache that the plan holds.
  *
- *   Decoder      the model's forward on rows of any sequences, with the cache; buffers of one layer only
+ *   Decoder      the model's blocks on rows of any sequences, with the cache; activations of one layer only
  *   sampling     repetition penalty, temperature, top-k, top-p in this order; random numbers from a counter, mix64 of
  *                seed and position, so that a text depends on its prompt and seed, not on what runs beside it
  *   Prompt       one request and its text so far; read from a line of JSON, written as one
@@ -16,7 +16,6 @@
 #include "data/lines.h"
 #include "data/tokenizer.h"
 #include "data/flags.h"
-#include "kernels/attention_cached.cuh"
 #include "passes.cuh"
 #include "zero/init.h"
 
@@ -28,14 +27,13 @@ typedef struct Decoder {
     int num_slots, T;               // sequences at once, places of each in the cache
     int rows;                       // at once
     floatX *keys, *values;          // (L,num_slots,NKV,T,HS)
-    floatX *residual, *norm, *att, *qkv, *fc, *fc_act;   // (rows, C C Q QKV FC F), of one layer
-    float *mean, *rstd;             // (rows)
+    Block block;                    // of rows, the same for each layer
     int *slots, *positions;         // (rows)
     int *h_tokens, *h_slots, *h_positions;   // (rows) pinned
     floatX* h_logits;               // (num_slots,VP) pinned
 } Decoder;
 
-/* GEMMs take a power of two of rows, the last ones idle: each number of rows is a plan of cuBLASLt's. */
+/* GEMMs take a power of two of rows. */
 static int decoder_padded(int N)
 {
     int rows = 1;
@@ -57,41 +55,17 @@ static void decoder_plan(Decoder* d, Model* m, Plan* plan, int num_slots, int T)
     const Place D = Place::DEVICE, H = Place::HOST;
     const char* label = "activations";
     for (floatX** p : {&d->keys, &d->values}) plan_add(plan, "key/value cache", D, p, cache);
-    for (floatX** p : {&d->residual, &d->norm, &m->branch}) plan_add(plan, label, D, p, R * C);
+#define DECODER_PLAN(type, name, columns, kept) plan_add(plan, label, D, &d->block.name, layer_elems(R, columns));
+    BLOCK_ACTIVATIONS(DECODER_PLAN)
+#undef DECODER_PLAN
+    for (floatX** p : {&m->branch, &m->residual_f}) plan_add(plan, label, D, p, R * C);
     plan_add(plan, label, D, &m->norm_f, 2 * R * C);                 // the head's padding may stick out
-    plan_add(plan, label, D, &d->att, R * config_dim(c, Dim::Q));
-    plan_add(plan, label, D, &d->qkv, R * config_dim(c, Dim::QKV));
-    plan_add(plan, label, D, &d->fc, R * fc_width(c));
-    plan_add(plan, label, D, &d->fc_act, R * c->F);
-    for (float** p : {&d->mean, &d->rstd}) plan_add(plan, label, D, p, R);
+    for (float** p : {&m->norm_f_mean, &m->norm_f_rstd}) plan_add(plan, label, D, p, R);
     if (is_rotary(c)) plan_add(plan, "rotary table", D, &m->rope, (size_t)T * c->HS);
     plan_add(plan, "logits", D, &m->logits, (size_t)decoder_padded(num_slots) * c->VP);
     for (int** p : {&m->tokens, &d->slots, &d->positions}) plan_add(plan, "tokens", D, p, R);
     for (int** p : {&d->h_tokens, &d->h_slots, &d->h_positions}) plan_add(plan, "tokens", H, p, R);
     plan_add(plan, "logits", H, &d->h_logits, (size_t)num_slots * c->VP);
-}
-
-static void decoder_block(Decoder* d, int layer, int N)
-{
-    Model* m = d->model;
-    const Config* c = &m->config;
-    cudaStream_t stream = m->zero->compute;
-    int Q = (int)config_dim(c, Dim::Q), QKV = (int)config_dim(c, Dim::QKV), unit = unit_block(c, layer);
-    int P = decoder_padded(N);
-    size_t cache = (size_t)layer * d->num_slots * d->T * config_dim(c, Dim::KV);
-    norm_forward(m, unit, NORM_1_WEIGHT, d->residual, d->norm, d->mean, d->rstd, 0, d->residual,
-                 layer == 0 ? nullptr : m->branch, N);
-    linear_forward(m, unit, QKV_WEIGHT, d->qkv, d->norm, P, c->C, QKV);
-    if (is_rotary(c))
-        rope_forward(d->qkv, m->rope, d->positions, N, d->T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
-    attention_cached(d->att, d->keys + cache, d->values + cache, d->qkv, d->slots, d->positions, N, d->T, c->NH, c->NKV,
-                     c->HS, 1.0f / sqrtf((float)c->HS), stream);
-    linear_forward(m, unit, PROJ_WEIGHT, m->branch, d->att, P, Q, c->C);
-    norm_forward(m, unit, NORM_2_WEIGHT, d->residual, d->norm, d->mean, d->rstd, 0, d->residual, m->branch, N);
-    linear_forward(m, unit, FC_WEIGHT, d->fc, d->norm, P, c->C, fc_width(c));
-    if (is_gated(c)) swiglu_forward(d->fc_act, d->fc, N, c->F, stream);
-    else activation_forward(d->fc_act, d->fc, (size_t)N * c->F, c->activation, stream);
-    linear_forward(m, unit, FCPROJ_WEIGHT, m->branch, d->fc_act, P, c->F, c->C);
 }
 
 /* The N rows of h_tokens, h_slots, h_positions through the model; logits of the rows wanted (num_wanted, ascending) to
@@ -101,19 +75,23 @@ static void decoder_step(Decoder* d, int N, const int* wanted, int num_wanted)
     Model* m = d->model;
     const Config* c = &m->config;
     cudaStream_t stream = m->zero->compute;
-    int head = unit_head(c);
     watch_move(m->zero->comm->watch, "a step of the decoder", N);
     const struct { int* device; const int* host; } copies[] = {
         {m->tokens, d->h_tokens}, {d->slots, d->h_slots}, {d->positions, d->h_positions}};
     for (const auto& copy : copies)
         CUDA_CHECK(cudaMemcpyAsync(copy.device, copy.host, N * sizeof(int), cudaMemcpyHostToDevice, stream));
-    embed_forward(m, d->residual, d->positions, N, 1);
+    const Attend at = {d->num_slots, d->T, d->keys, d->values, d->slots, d->positions};
+    Block a = d->block;
+    a.below = a.residual;
+    a.branch = nullptr;
+    embed_forward(m, a.residual, d->positions, N, 1);
     for (int layer = 0; layer < c->L; layer++) {
         zero_params_begin(m->zero, unit_block(c, layer));
-        decoder_block(d, layer, N);
+        block_forward(m, layer, &a, &at, Rows{N, decoder_padded(N)});
+        a.below = a.residual_2;
+        a.branch = m->branch;
     }
-    head_begin(m);
-    norm_forward(m, head, NORM_F_WEIGHT, d->residual, m->norm_f, d->mean, d->rstd, 0, d->residual, m->branch, N);
+    final_norm(m, a.below, N);
     if (m->chunks_vocab) {
         head_rows_forward(m, wanted, num_wanted);
         CUDA_CHECK(cudaMemcpyAsync(d->h_logits, m->logits, (size_t)num_wanted * c->VP * sizeof(floatX),

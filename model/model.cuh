@@ -20,6 +20,7 @@
 #pragma once
 #include <fnmatch.h>
 #include "kernels/attention.cuh"
+#include "kernels/attention_cached.cuh"
 #include "kernels/classifier.cuh"
 #include "kernels/dropout.cuh"
 #include "kernels/embedding.cuh"
@@ -243,11 +244,28 @@ enum class Recompute {
     BLOCKS,       // all but the input of every segment_layers-th block; that many blocks are recomputed at a time
 };
 
-/* Where block `layer` keeps its activations. Statistics of the norms are kept by layer, first_row into (L,N). */
+/* The activations of a block, (N,columns) each: type, name, columns, and which layers have one of their own. Struct,
+ * memory plan and model_block are made of these rows, and so is the decoder's block. */
+#define BLOCK_ACTIVATIONS(A) \
+    A(floatX, residual, c->C, kept_inputs(m, layer))                   /* input of the block, after the sum */ \
+    A(float, norm_1_mean, c->norm == Norm::LAYER, kept_always(m, layer)) \
+    A(float, norm_1_rstd, 1, kept_always(m, layer)) \
+    A(floatX, norm_1, c->C, kept(m, layer, Recompute::CHEAP)) \
+    A(floatX, qkv, config_dim(c, Dim::QKV), kept(m, layer, Recompute::ATTENTION))   /* rotated where it is rotary */ \
+    A(floatX, att, config_dim(c, Dim::Q), kept(m, layer, Recompute::ATTENTION))     /* heads side by side */ \
+    A(float, att_lse, c->NH, kept(m, layer, Recompute::ATTENTION))     /* (B,NH,T) */ \
+    A(floatX, residual_2, c->C, kept(m, layer, Recompute::BLOCKS))     /* after attention */ \
+    A(float, norm_2_mean, c->norm == Norm::LAYER, kept_always(m, layer)) \
+    A(float, norm_2_rstd, 1, kept_always(m, layer)) \
+    A(floatX, norm_2, c->C, kept(m, layer, Recompute::CHEAP)) \
+    A(floatX, fc, fc_width(c), kept(m, layer, Recompute::MLP))         /* F wide, or gate and up side by side */ \
+    A(floatX, fc_act, c->F, kept(m, layer, is_gated(c) ? Recompute::CHEAP : Recompute::MLP))
+
 typedef struct Block {
-    floatX *residual, *norm_1, *qkv, *att, *residual_2, *norm_2, *fc, *fc_act;
-    float* att_lse;
-    size_t first_row;
+#define BLOCK_MEMBER(type, name, columns, kept) type* name;
+    BLOCK_ACTIVATIONS(BLOCK_MEMBER)
+#undef BLOCK_MEMBER
+    const floatX *below, *branch;   // residual is below + branch, or, if that is null, already there
 } Block;
 
 typedef struct Model {
@@ -270,18 +288,7 @@ typedef struct Model {
     bool on_gpu;              // the plan's device is a GPU
     int head_rows;            // rows of logits that exist at a time
     float* rope;              // (T,HS)    rotary: cosines and sines of every position
-    // activations, one of each per layer that keeps it (kept_layers); means are LayerNorm's alone
-    floatX *residual;         // (L,N,C)   block input, after the sum
-    floatX *norm_1;           // (L,N,C)
-    float  *norm_1_mean, *norm_1_rstd;   // (L,N)
-    floatX *qkv;              // (L,N,QKV) q heads, k heads, v heads; q and k rotated where there is rotary embedding
-    floatX *att;              // (L,N,Q)   heads side by side
-    float  *att_lse;          // (L,B,NH,T)
-    floatX *residual_2;       // (L,N,C)   after attention
-    floatX *norm_2;           // (L,N,C)
-    float  *norm_2_mean, *norm_2_rstd;   // (L,N)
-    floatX *fc;               // (L,N,FC)  before the activation: F wide, or gate and up side by side
-    floatX *fc_act;           // (L,N,F)
+    Block blocks;             // of the first layer that has its own, the others behind it: model_block
     // one of each
     floatX *branch;           // (N,C)     what a branch adds to the residual stream, until the next norm sums it
     floatX *residual_f;       // (N,C)
@@ -308,13 +315,6 @@ static bool is_gated(const Config* c) { return c->mlp == Mlp::GATED; }
 static bool is_rotary(const Config* c) { return c->positions == Positions::ROTARY; }
 static int fc_width(const Config* c) { return (int)config_dim(c, Dim::GATE) + c->F; }
 
-/* How many layers keep what is recomputed from `level` on. */
-static size_t kept_layers(const Model* m, Recompute level)
-{
-    if (m->recompute == Recompute::BLOCKS) return m->segment_layers;
-    return m->recompute >= level ? 1 : m->config.L;
-}
-
 static size_t num_segments(const Model* m) { return ceil_div(m->config.L, m->segment_layers); }
 static bool starts_segment(const Model* m, int layer) { return layer % m->segment_layers == 0; }
 
@@ -325,27 +325,47 @@ static size_t num_segment_inputs(const Model* m) { return m->offloads ? (size_t)
  * take the same code path in each, wherever recomputation stores it. */
 static size_t layer_elems(size_t N, size_t cols) { return round_up(N * cols, 64); }
 
+/* How many layers have an activation of their own, and which of those a layer uses. */
+typedef struct Kept { size_t count, index; } Kept;
+
+static Kept kept_always(const Model* m, int layer) { return Kept{(size_t)m->config.L, (size_t)layer}; }
+
+/* What is recomputed from `level` on. */
+static Kept kept(const Model* m, int layer, Recompute level)
+{
+    if (m->recompute < level) return kept_always(m, layer);
+    const size_t count = m->recompute == Recompute::BLOCKS ? m->segment_layers : 1;
+    return Kept{count, layer % count};
+}
+
+/* The inputs of the segments, then those inside a segment. */
+static Kept kept_inputs(const Model* m, int layer)
+{
+    if (m->recompute != Recompute::BLOCKS) return kept_always(m, layer);
+    const size_t segment = m->segment_layers, inputs = num_segment_inputs(m), inside = inputs + layer % segment - 1;
+    return Kept{inputs + segment - 1, starts_segment(m, layer) ? layer / segment % inputs : inside};
+}
+
+/* Block `layer`, whose input is there. */
 static Block model_block(const Model* m, int layer)
 {
     const Config* c = &m->config;
-    size_t N = (size_t)m->B * m->T, NC = layer_elems(N, c->C), segment = m->segment_layers;
-    size_t cheap = layer % kept_layers(m, Recompute::CHEAP), mlp = layer % kept_layers(m, Recompute::MLP);
-    size_t attention = layer % kept_layers(m, Recompute::ATTENTION), stream = layer % kept_layers(m, Recompute::BLOCKS);
-    size_t input = layer;
-    if (m->recompute == Recompute::BLOCKS)   // inputs of the segments, then those inside a segment
-        input = starts_segment(m, layer) ? layer / segment % num_segment_inputs(m)
-                                         : num_segment_inputs(m) + layer % segment - 1;
-    Block a;
-    a.residual = m->residual + input * NC;
-    a.norm_1 = m->norm_1 + cheap * NC;
-    a.qkv = m->qkv + attention * layer_elems(N, config_dim(c, Dim::QKV));
-    a.att = m->att + attention * layer_elems(N, config_dim(c, Dim::Q));
-    a.att_lse = m->att_lse + attention * layer_elems(N, c->NH);
-    a.residual_2 = m->residual_2 + stream * NC;
-    a.norm_2 = m->norm_2 + cheap * NC;
-    a.fc = m->fc + mlp * layer_elems(N, fc_width(c));
-    a.fc_act = m->fc_act + (is_gated(c) ? cheap : mlp) * layer_elems(N, c->F);
-    a.first_row = layer * N;
+    const size_t N = (size_t)m->B * m->T;
+    Block a = m->blocks;
+#define BLOCK_PLACE(type, name, columns, kept) a.name += (kept).index * layer_elems(N, columns);
+    BLOCK_ACTIVATIONS(BLOCK_PLACE)
+#undef BLOCK_PLACE
+    a.below = a.residual;
+    a.branch = nullptr;
+    return a;
+}
+
+/* Block `layer`, whose input is still the stream of the block below and its branch. */
+static Block model_block_above(const Model* m, int layer)
+{
+    Block a = model_block(m, layer);
+    a.below = model_block(m, layer - 1).residual_2;
+    a.branch = m->branch;
     return a;
 }
 
@@ -390,33 +410,24 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     const Config* c = &m->config;
     m->B = B;
     m->T = T;
-    size_t N = (size_t)B * T, C = c->C, F = c->F, FC = fc_width(c), LN = c->L * N, NC = layer_elems(N, C);
+    size_t N = (size_t)B * T, C = c->C, F = c->F, FC = fc_width(c);
     size_t Q = config_dim(c, Dim::Q), QKV = config_dim(c, Dim::QKV);
     m->head_rows = model_head_rows(m, N);
     const char* label = "activations";
     const Place D = Place::DEVICE;
-    size_t cheap = kept_layers(m, Recompute::CHEAP), mlp = kept_layers(m, Recompute::MLP);
-    size_t attention = kept_layers(m, Recompute::ATTENTION), inputs = c->L;
-    if (m->recompute == Recompute::BLOCKS) inputs = num_segment_inputs(m) + m->segment_layers - 1;
-    if (m->offloads) offload_plan(&m->inputs, plan, "inputs of blocks", (int)num_segments(m), NC * sizeof(floatX));
-    plan_add(plan, label, D, &m->residual, inputs * NC);
-    plan_add(plan, label, D, &m->residual_2, kept_layers(m, Recompute::BLOCKS) * NC);
-    for (floatX** p : {&m->norm_1, &m->norm_2}) plan_add(plan, label, D, p, cheap * NC);
-    for (float** p : {&m->norm_1_rstd, &m->norm_2_rstd}) plan_add(plan, label, D, p, LN);
-    plan_add(plan, label, D, &m->qkv, attention * layer_elems(N, QKV));
-    plan_add(plan, label, D, &m->att, attention * layer_elems(N, Q));
-    plan_add(plan, label, D, &m->att_lse, attention * layer_elems(N, c->NH));
-    plan_add(plan, label, D, &m->fc, mlp * layer_elems(N, FC));
-    plan_add(plan, label, D, &m->fc_act, (is_gated(c) ? cheap : mlp) * layer_elems(N, F));
+    if (m->offloads)
+        offload_plan(&m->inputs, plan, "inputs of blocks", (int)num_segments(m), layer_elems(N, C) * sizeof(floatX));
+    const int layer = 0;
+#define BLOCK_PLAN(type, name, columns, kept) \
+    plan_add(plan, label, D, &m->blocks.name, (kept).count * layer_elems(N, columns));
+    BLOCK_ACTIVATIONS(BLOCK_PLAN)
+#undef BLOCK_PLAN
     for (floatX** p : {&m->branch, &m->residual_f, &m->norm_f}) plan_add(plan, label, D, p, N * C);
     for (float** p : {&m->norm_f_rstd, &m->losses}) plan_add(plan, label, D, p, N);
     plan_add(plan, label, D, &m->maxima, m->chunks_vocab ? N : 0);
     plan_add(plan, label, D, &m->exp_sums, m->chunks_vocab ? N : 0);
     if (is_rotary(c)) plan_add(plan, "rotary table", D, &m->rope, (size_t)T * c->HS);
-    if (c->norm == Norm::LAYER) {
-        for (float** p : {&m->norm_1_mean, &m->norm_2_mean}) plan_add(plan, label, D, p, LN);
-        plan_add(plan, label, D, &m->norm_f_mean, N);
-    }
+    if (c->norm == Norm::LAYER) plan_add(plan, label, D, &m->norm_f_mean, N);
     plan_add(plan, "logits", D, &m->logits, logits_elems(m, N));
     for (int** p : {&m->tokens, &m->targets}) plan_add(plan, "tokens", D, p, N);
     size_t scratch = max_size(norm_scratch_elems(c), attention_scratch_elems(B, T, c->NH, c->HS));
@@ -435,7 +446,7 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
 /* After plan_allocate: tables. */
 static void model_start(Model* m)
 {
-    if (m->offloads) offload_start(&m->inputs, m->residual, m->zero->compute, m->zero->overlap);
+    if (m->offloads) offload_start(&m->inputs, m->blocks.residual, m->zero->compute, m->zero->overlap);
     if (m->rope == nullptr) return;     // learned positions, or an export, which computes nothing
     size_t elems = (size_t)m->T * m->config.HS;
     float* h_table = (float*)malloc_checked(elems * sizeof(float));
@@ -523,11 +534,10 @@ template <class P> static void norm_forward_of(const Model* m, floatX* residual,
 }
 
 /* The norm whose weight is `row`: residual (N,C) = a + b, out = norm(residual). b null: residual is a, and is not
- * written. means and rstds are written from `first` on; RMSNorm has no means. */
-static void norm_forward(const Model* m, int unit, int row, floatX* residual, floatX* out, float* means, float* rstds,
-                         size_t first, const floatX* a, const floatX* b, int N)
+ * written. RMSNorm has no mean. */
+static void norm_forward(const Model* m, int unit, int row, floatX* residual, floatX* out, float* mean, float* rstd,
+                         const floatX* a, const floatX* b, int N)
 {
-    float *mean = means == nullptr ? nullptr : means + first, *rstd = rstds + first;
     const float* weight = model_param_fp32(m, unit, row);
     if (weight != nullptr)
         norm_forward_of(m, residual, out, mean, rstd, a, b, weight, model_param_fp32(m, unit, row + 1), N);
@@ -543,65 +553,80 @@ static void linear_forward(const Model* m, int unit, int row, floatX* out, const
                    m->zero->compute);
 }
 
-static void attention_part(const Model* m, int layer, const Block* a, int B, int T)
+/* What the rows of a block attend to, up to themselves. Rows of a pass are B whole sequences of T tokens. Rows of the
+ * decoder belong to any sequences: keys and values of what came before are in a cache. */
+typedef struct Attend {
+    int B, T;                        // the cache has B slots of T positions
+    floatX *keys, *values;           // (L,B,NKV,T,HS), or null
+    const int *slots, *positions;    // (N) of each row; null: row n is at position n % T
+} Attend;
+
+/* GEMMs take padded rows: each number of rows is a plan of cuBLASLt's. Rows from N on are idle. */
+typedef struct Rows { int N, padded; } Rows;
+
+/* norm_1 -> qkv, att. */
+static void attention_part(const Model* m, int layer, const Block* a, const Attend* at, Rows rows)
 {
     const Config* c = &m->config;
     cudaStream_t stream = m->zero->compute;
-    int N = B * T, QKV = (int)config_dim(c, Dim::QKV), unit = unit_block(c, layer);
-    linear_forward(m, unit, QKV_WEIGHT, a->qkv, a->norm_1, N, c->C, QKV);
-    if (is_rotary(c)) rope_forward(a->qkv, m->rope, nullptr, N, T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
-    attention_forward(a->att, a->att_lse, m->scratch, a->qkv, B, T, c->NH, c->NKV, c->HS, 1.0f / sqrtf((float)c->HS),
-                      stream, model_dropout(m, DROPOUT_ATTENTION, layer));
-}
-
-/* norm_2 -> fc, fc_act. The activation is part of the GEMM, where cuBLASLt has it. */
-static void mlp_part(const Model* m, int unit, const Block* a, int N)
-{
-    const Config* c = &m->config;
-    if (is_gated(c)) {
-        linear_forward(m, unit, FC_WEIGHT, a->fc, a->norm_2, N, c->C, fc_width(c));
-        swiglu_forward(a->fc_act, a->fc, N, c->F, m->zero->compute);
+    const int N = rows.N, NH = c->NH, NKV = c->NKV, HS = c->HS;
+    const float scale = 1.0f / sqrtf((float)HS);
+    linear_forward(m, unit_block(c, layer), QKV_WEIGHT, a->qkv, a->norm_1, rows.padded, c->C,
+                   (int)config_dim(c, Dim::QKV));
+    if (is_rotary(c)) rope_forward(a->qkv, m->rope, at->positions, N, at->T, NH + NKV, NH + 2 * NKV, HS, stream);
+    if (at->keys == nullptr) {
+        attention_forward(a->att, a->att_lse, m->scratch, a->qkv, at->B, at->T, NH, NKV, HS, scale, stream,
+                          model_dropout(m, DROPOUT_ATTENTION, layer));
     } else {
-        matmul_forward_act(a->fc_act, a->fc, a->norm_2, model_param(m, unit, FC_WEIGHT), model_param(m, unit, FC_BIAS),
-                           N, c->C, c->F, c->layout, c->activation, m->zero->compute);
+        const size_t first = (size_t)layer * at->B * at->T * config_dim(c, Dim::KV);
+        attention_cached(a->att, at->keys + first, at->values + first, a->qkv, at->slots, at->positions, N, at->T, NH,
+                         NKV, HS, scale, stream);
     }
 }
 
-/* Block `layer` on B*T rows. The residual stream arrives in the residual of this block if it is there (the first block,
- * or one that is recomputed), else as residual_2 of the block below plus the branch. Leaves residual_2 and a new
- * branch. */
-static void block_forward(Model* m, int layer, int B, int T, bool input_is_there)
+/* norm_2 -> fc, fc_act. The activation is part of the GEMM, where cuBLASLt has it. */
+static void mlp_part(const Model* m, int unit, const Block* a, Rows rows)
 {
     const Config* c = &m->config;
-    int N = B * T, F = c->F, unit = unit_block(c, layer);
-    Block a = model_block(m, layer);
-    const floatX* below = input_is_there ? a.residual : model_block(m, layer - 1).residual_2;
-    norm_forward(m, unit, NORM_1_WEIGHT, a.residual, a.norm_1, m->norm_1_mean, m->norm_1_rstd, a.first_row, below,
-                 input_is_there ? nullptr : m->branch, N);
-    attention_part(m, layer, &a, B, T);
-    linear_forward(m, unit, PROJ_WEIGHT, m->branch, a.att, N, (int)config_dim(c, Dim::Q), c->C);
-    drop(m, m->branch, m->branch, DROPOUT_PROJ, layer, B, T);
-    norm_forward(m, unit, NORM_2_WEIGHT, a.residual_2, a.norm_2, m->norm_2_mean, m->norm_2_rstd, a.first_row,
-                 a.residual, m->branch, N);
-    mlp_part(m, unit, &a, N);
-    linear_forward(m, unit, FCPROJ_WEIGHT, m->branch, a.fc_act, N, F, c->C);
-    drop(m, m->branch, m->branch, DROPOUT_FCPROJ, layer, B, T);
+    if (is_gated(c)) {
+        linear_forward(m, unit, FC_WEIGHT, a->fc, a->norm_2, rows.padded, c->C, fc_width(c));
+        swiglu_forward(a->fc_act, a->fc, rows.N, c->F, m->zero->compute);
+    } else {
+        matmul_forward_act(a->fc_act, a->fc, a->norm_2, model_param(m, unit, FC_WEIGHT), model_param(m, unit, FC_BIAS),
+                           rows.padded, c->C, c->F, c->layout, c->activation, m->zero->compute);
+    }
+}
+
+/* Block `layer`, of training and of generation: a->below and a->branch -> a->residual_2 and a new branch. */
+static void block_forward(Model* m, int layer, const Block* a, const Attend* at, Rows rows)
+{
+    const Config* c = &m->config;
+    const int N = rows.N, unit = unit_block(c, layer);
+    norm_forward(m, unit, NORM_1_WEIGHT, a->residual, a->norm_1, a->norm_1_mean, a->norm_1_rstd, a->below, a->branch,
+                 N);
+    attention_part(m, layer, a, at, rows);
+    linear_forward(m, unit, PROJ_WEIGHT, m->branch, a->att, rows.padded, (int)config_dim(c, Dim::Q), c->C);
+    drop(m, m->branch, m->branch, DROPOUT_PROJ, layer, at->B, at->T);
+    norm_forward(m, unit, NORM_2_WEIGHT, a->residual_2, a->norm_2, a->norm_2_mean, a->norm_2_rstd, a->residual,
+                 m->branch, N);
+    mlp_part(m, unit, a, rows);
+    linear_forward(m, unit, FCPROJ_WEIGHT, m->branch, a->fc_act, rows.padded, c->F, c->C);
+    drop(m, m->branch, m->branch, DROPOUT_FCPROJ, layer, at->B, at->T);
 }
 
 /* Recomputes what the backward of block `layer` needs and was not kept, segments aside. */
 static void block_restore(Model* m, int layer, int B, int T)
 {
     const Config* c = &m->config;
-    int N = B * T, unit = unit_block(c, layer);
+    const int N = B * T, unit = unit_block(c, layer);
+    const Attend at = {B, T, nullptr, nullptr, nullptr, nullptr};
     if (m->recompute == Recompute::NONE || m->recompute == Recompute::BLOCKS || layer == c->L - 1) return;
     Block a = model_block(m, layer);
     Phase before = phase_begin(Phase::RECOMPUTE);
-    norm_forward(m, unit, NORM_1_WEIGHT, nullptr, a.norm_1, m->norm_1_mean, m->norm_1_rstd, a.first_row, a.residual,
-                 nullptr, N);
-    if (m->recompute >= Recompute::ATTENTION) attention_part(m, layer, &a, B, T);
-    norm_forward(m, unit, NORM_2_WEIGHT, nullptr, a.norm_2, m->norm_2_mean, m->norm_2_rstd, a.first_row, a.residual_2,
-                 nullptr, N);
-    if (m->recompute >= Recompute::MLP) mlp_part(m, unit, &a, N);
+    norm_forward(m, unit, NORM_1_WEIGHT, nullptr, a.norm_1, a.norm_1_mean, a.norm_1_rstd, a.residual, nullptr, N);
+    if (m->recompute >= Recompute::ATTENTION) attention_part(m, layer, &a, &at, Rows{N, N});
+    norm_forward(m, unit, NORM_2_WEIGHT, nullptr, a.norm_2, a.norm_2_mean, a.norm_2_rstd, a.residual_2, nullptr, N);
+    if (m->recompute >= Recompute::MLP) mlp_part(m, unit, &a, Rows{N, N});
     else if (is_gated(c)) swiglu_forward(a.fc_act, a.fc, N, c->F, m->zero->compute);
     phase_begin(before);
 }
@@ -624,10 +649,9 @@ template <class P> static void norm_backward_of(const Model* m, float* dweight, 
 }
 
 /* m->dresidual += gradient of the norm's input, from m->dnorm, that of its output. */
-static void norm_backward(const Model* m, int unit, int row, const floatX* inp, const float* means, const float* rstds,
-                          size_t first, int N)
+static void norm_backward(const Model* m, int unit, int row, const floatX* inp, const float* mean, const float* rstd,
+                          int N)
 {
-    const float *mean = means == nullptr ? nullptr : means + first, *rstd = rstds + first;
     float *dweight = model_grad(m, unit, row), *dbias = model_grad(m, unit, row + 1);
     const float* weight = model_param_fp32(m, unit, row);
     if (weight != nullptr) norm_backward_of(m, dweight, dbias, inp, mean, rstd, weight, N);
@@ -665,7 +689,7 @@ static void block_backward(Model* m, int layer, int B, int T)
                                   m->config.layout, c->activation, stream);
     }
     linear_backward(m, unit, FC_WEIGHT, m->dnorm, m->dfc, a.norm_2, N, C, FC);
-    norm_backward(m, unit, NORM_2_WEIGHT, a.residual_2, m->norm_2_mean, m->norm_2_rstd, a.first_row, N);
+    norm_backward(m, unit, NORM_2_WEIGHT, a.residual_2, a.norm_2_mean, a.norm_2_rstd, N);
     // attention
     dbranch = branch_gradient(m, DROPOUT_PROJ, layer, B, T);
     linear_backward(m, unit, PROJ_WEIGHT, m->dnorm, dbranch, a.att, N, Q, C);
@@ -673,5 +697,5 @@ static void block_backward(Model* m, int layer, int B, int T)
                        1.0f / sqrtf((float)c->HS), stream, model_dropout(m, DROPOUT_ATTENTION, layer));
     if (is_rotary(c)) rope_backward(m->dqkv, m->rope, nullptr, N, T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
     linear_backward(m, unit, QKV_WEIGHT, m->dnorm, m->dqkv, a.norm_1, N, C, QKV);
-    norm_backward(m, unit, NORM_1_WEIGHT, a.residual, m->norm_1_mean, m->norm_1_rstd, a.first_row, N);
+    norm_backward(m, unit, NORM_1_WEIGHT, a.residual, a.norm_1_mean, a.norm_1_rstd, N);
 }

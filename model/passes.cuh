@@ -53,11 +53,13 @@ static void model_persistent(const Model* m, bool* persistent)
 /* Recomputes the segment that ends with block `layer` from its input. */
 static void segment_forward(Model* m, int layer, int B, int T)
 {
-    int first = layer + 1 - m->segment_layers;
+    const int first = layer + 1 - m->segment_layers;
+    const Attend at = {B, T, nullptr, nullptr, nullptr, nullptr};
     Phase before = phase_begin(Phase::RECOMPUTE);
     for (int i = first; i <= layer; i++) {
         zero_params_begin(m->zero, unit_block(&m->config, i));
-        block_forward(m, i, B, T, i == first);
+        const Block a = i == first ? model_block(m, i) : model_block_above(m, i);
+        block_forward(m, i, &a, &at, Rows{B * T, B * T});
     }
     phase_begin(before);
 }
@@ -105,25 +107,33 @@ static void head_begin(Model* m)
         zero_params_begin(m->zero, unit);
 }
 
+/* The stream above the last block, and its branch -> m->norm_f (N,C). */
+static void final_norm(Model* m, const floatX* below, int N)
+{
+    head_begin(m);
+    norm_forward(m, unit_head(&m->config), NORM_F_WEIGHT, m->residual_f, m->norm_f, m->norm_f_mean, m->norm_f_rstd,
+                 below, m->branch, N);
+}
+
 /* m->tokens (B,T) -> m->norm_f (B*T,C): all but the head. */
 static void model_forward(Model* m, int B, int T)
 {
     const Config* c = &m->config;
+    const Attend at = {B, T, nullptr, nullptr, nullptr, nullptr};
     for (int layer = 0; layer < c->L; layer++) {
         bool offloads = m->offloads && starts_segment(m, layer);
         if (offloads) offload_write_begin(&m->inputs, layer / m->segment_layers);
         if (layer == 0) {
-            embed_forward(m, m->residual, nullptr, B * T, T);
-            drop(m, m->residual, m->residual, DROPOUT_EMBEDDING, 0, B, T);
+            floatX* residual = model_block(m, 0).residual;
+            embed_forward(m, residual, nullptr, B * T, T);
+            drop(m, residual, residual, DROPOUT_EMBEDDING, 0, B, T);
         }
         zero_params_begin(m->zero, unit_block(c, layer));
-        block_forward(m, layer, B, T, layer == 0);
+        const Block a = layer == 0 ? model_block(m, 0) : model_block_above(m, layer);
+        block_forward(m, layer, &a, &at, Rows{B * T, B * T});
         if (offloads) offload_write_end(&m->inputs, layer / m->segment_layers);
     }
-    head_begin(m);
-    const floatX* last = model_block(m, c->L - 1).residual_2;
-    norm_forward(m, unit_head(c), NORM_F_WEIGHT, m->residual_f, m->norm_f, m->norm_f_mean, m->norm_f_rstd, 0, last,
-                 m->branch, B * T);
+    final_norm(m, model_block(m, c->L - 1).residual_2, B * T);
 }
 
 /* Where the head is whole. */
@@ -249,7 +259,7 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     loss_accumulate(z->step_sums + NUM_TOKS, m->losses, m->targets, N, stream);
     phase_begin(Phase::BACKWARD);
     residual_gradient_clear(m, N);
-    norm_backward(m, head, NORM_F_WEIGHT, m->residual_f, m->norm_f_mean, m->norm_f_rstd, 0, N);
+    norm_backward(m, head, NORM_F_WEIGHT, m->residual_f, m->norm_f_mean, m->norm_f_rstd, N);
     for (int unit = num_units(c) - 1; unit > head && !m->chunks_vocab; unit--)
         zero_gradient_end(z, unit, micro, num_micro);
     zero_gradient_end(z, head, micro, num_micro);
