@@ -71,33 +71,66 @@ template <int HSP, int ROWS> DEV void mma_load(floatX* tile, const floatX* src, 
         cp_async16(tile + swizzled<HSP>(row + i, chunk), src + i * ld, first + row + i < a.T && chunk * 8 < a.HS);
 }
 
-/* dot[m][n] = rows[16 m ..] . cols[8 n ..], for M tiles of 16 rows and N of 8 columns, over the whole head. rows and
- * cols point at row 0 or 16 of eight of their tiles: swizzling depends on the lane alone. */
-template <int HSP, int M, int N> DEV void mma_dot(float (&dot)[M][N][4], const floatX* rows, const floatX* cols)
+/* a[m] = elements 16 k .. of rows[16 m ..], for M tiles of 16 rows: the left operand of a GEMM over the head. rows
+ * points at row 0 or 16 of eight of its tile, as cols does below: swizzling depends on the lane alone. */
+template <int HSP, int M> DEV void mma_left(uint32_t (&a)[M][4], const floatX* rows, int k)
 {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < M; m++)
+        ldmatrix_x4(a[m], rows + m * 16 * HSP + swizzled<HSP>(lane & 15, 2 * k + (lane >> 4)));
+}
+
+/* The left operand of the whole head, to stay in registers. */
+template <int HSP, int M> DEV void mma_hold(uint32_t (&held)[HSP / 16][M][4], const floatX* rows)
+{
+#pragma unroll
+    for (int k = 0; k < HSP / 16; k++) mma_left<HSP>(held[k], rows, k);
+}
+
+/* dot[m][n] += a[m] . elements 16 k .. of cols[8 n ..], for N tiles of 8 columns. */
+template <int HSP, int M, int N> DEV void mma_dot_step(float (&dot)[M][N][4], const uint32_t (&a)[M][4],
+                                                       const floatX* cols, int k)
+{
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        uint32_t b[4];
+        ldmatrix_x4(b, cols + n * 8 * HSP + swizzled<HSP>((lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
+        const uint32_t b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            mma_m16n8k16<floatX>(dot[m][n], a[m], b0);
+            mma_m16n8k16<floatX>(dot[m][n + 1], a[m], b1);
+        }
+    }
+}
+
+template <int M, int N> DEV void mma_zero(float (&dot)[M][N][4])
+{
+#pragma unroll
+    for (int m = 0; m < M; m++)
 #pragma unroll
         for (int n = 0; n < N; n++) dot[m][n][0] = dot[m][n][1] = dot[m][n][2] = dot[m][n][3] = 0.0f;
+}
+
+/* dot[m][n] = rows[16 m ..] . cols[8 n ..] over the whole head; the rows come from shared memory, or are held. */
+template <int HSP, int M, int N> DEV void mma_dot(float (&dot)[M][N][4], const floatX* rows, const floatX* cols)
+{
+    mma_zero(dot);
 #pragma unroll 4
     for (int k = 0; k < HSP / 16; k++) {             // after 4 the swizzling repeats
         uint32_t a[M][4];
-#pragma unroll
-        for (int m = 0; m < M; m++)
-            ldmatrix_x4(a[m], rows + m * 16 * HSP + swizzled<HSP>(lane & 15, 2 * k + (lane >> 4)));
-#pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            uint32_t b[4];
-            ldmatrix_x4(b, cols + n * 8 * HSP + swizzled<HSP>((lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
-            const uint32_t b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-                mma_m16n8k16<floatX>(dot[m][n], a[m], b0);
-                mma_m16n8k16<floatX>(dot[m][n + 1], a[m], b1);
-            }
-        }
+        mma_left<HSP>(a, rows, k);
+        mma_dot_step<HSP>(dot, a, cols, k);
     }
+}
+template <int HSP, int M, int N> DEV void mma_dot(float (&dot)[M][N][4], const uint32_t (&held)[HSP / 16][M][4],
+                                                  const floatX* cols)
+{
+    mma_zero(dot);
+#pragma unroll
+    for (int k = 0; k < HSP / 16; k++) mma_dot_step<HSP>(dot, held[k], cols, k);
 }
 
 /* sum[m][c] += sum_j weight[m][j] * tile[j][first_chunk + c], for N tiles of 8 rows j and C of 8 head elements. */
@@ -303,8 +336,23 @@ attention_stats_kernel(float* stats, const floatX* dout, const floatX* out, cons
     stats[stats_elems(a) + idx] = sum;
 }
 
+/* How many of the left operands, q and dout, a warp of the kernel of dq keeps in registers rather than read them from
+ * shared memory for each slice, which bounds that kernel: as many as ptxas fits into 255 registers without a spill. */
+template <int HSP> DEV constexpr int mma_num_held()
+{
+#if __CUDA_ARCH__ >= 1200
+    constexpr int holds_one = 64;
+#elif __CUDA_ARCH__ >= 1000
+    constexpr int holds_one = 128;
+#else
+    constexpr int holds_one = 0;
+#endif
+    return HSP > 128 ? 0 : HSP == holds_one ? 1 : 2;
+}
+static constexpr int HELD_THAT_FIT = -1;             // mma_num_held; the bits are the same with any number
+
 /* grid (query blocks, NH, B), the longest first. Rows are queries, tiles keys. */
-template <int HSP, bool DROPS> static __global__ void __launch_bounds__(MMA_BLOCK, 2)
+template <int HSP, bool DROPS, int NUM_HELD> static __global__ void __launch_bounds__(MMA_BLOCK, 2)
 attention_backward_q_mma_kernel(floatX* dqkv, const floatX* dout, const float* stats, const floatX* qkv,
                                 AttentionDims a, Dropout d)
 {
@@ -319,6 +367,8 @@ attention_backward_q_mma_kernel(floatX* dqkv, const floatX* dout, const float* s
     const floatX *k = qkv + attention_k(a, b, kv_head), *v = qkv + attention_v(a, b, kv_head);
     floatX *own_q = queries + warp * 16 * M * HSP, *own_dout = douts + warp * 16 * M * HSP;
     float lse_log2[M][2], delta[M][2], factor[M][2], dq[M][S::CHUNKS][4] = {};
+    constexpr int HELD = NUM_HELD == HELD_THAT_FIT ? mma_num_held<HSP>() : NUM_HELD;
+    uint32_t held_q[HSP / 16][M][4], held_dout[HSP / 16][M][4];
     mma_load<HSP, ROWS>(queries, qkv + attention_q(a, b, h), ld, first, a);
     mma_load<HSP, ROWS>(douts, dout + attention_o(a, b, h), attention_ld_out(a), first, a);
     mma_load<HSP, TILE>(keys, k, ld, 0, a);
@@ -344,13 +394,19 @@ attention_backward_q_mma_kernel(floatX* dqkv, const floatX* dout, const float* s
             mma_load<HSP, TILE>(values + next, v, ld, (tile + 1) * TILE, a);
             cp_async_commit();
         }
+        if (tile == 0) {
+            if constexpr (HELD >= 1) mma_hold<HSP>(held_q, own_q);
+            if constexpr (HELD == 2) mma_hold<HSP>(held_dout, own_dout);
+        }
 #pragma unroll 1
         for (int slice = 0; slice < TILE; slice += S::SLICE_Q) {
             const int key = tile * TILE + slice;
             if (key > row + 16 * M - 1) break;
             float s[M][S::SLICE_Q / 8][4], ds[M][S::SLICE_Q / 8][4];
-            mma_dot<HSP>(s, own_q, keys + now + slice * HSP);
-            mma_dot<HSP>(ds, own_dout, values + now + slice * HSP);
+            if constexpr (HELD >= 1) mma_dot<HSP>(s, held_q, keys + now + slice * HSP);
+            else mma_dot<HSP>(s, own_q, keys + now + slice * HSP);
+            if constexpr (HELD == 2) mma_dot<HSP>(ds, held_dout, values + now + slice * HSP);
+            else mma_dot<HSP>(ds, own_dout, values + now + slice * HSP);
             if (key + S::SLICE_Q - 1 > row) mma_mask(s, row, key);
             if constexpr (DROPS) mma_drop(ds, dropout_key(d, b, h), d, row, key, a.T);
 #pragma unroll
@@ -510,25 +566,34 @@ template <int HSP, bool DROPS> static void attention_forward_mma(floatX* out, fl
     CUDA_CHECK(cudaGetLastError());
 }
 
+template <int HSP, bool DROPS, int NUM_HELD = HELD_THAT_FIT>
+static void attention_backward_q_mma(floatX* dqkv, const floatX* dout, const float* stats, const floatX* qkv,
+                                     AttentionDims a, Dropout d, cudaStream_t stream)
+{
+    typedef MmaShape<HSP> S;
+    const size_t bytes = S::BACKWARD_ELEMS * sizeof(floatX);
+    const dim3 grid(ceil_div(a.T, S::ROWS_BACKWARD), a.NH, a.B);
+    attention_allow_shared(attention_backward_q_mma_kernel<HSP, DROPS, NUM_HELD>, bytes);
+    LAUNCH((attention_backward_q_mma_kernel<HSP, DROPS, NUM_HELD>), grid, MMA_BLOCK, bytes, stream, dqkv, dout, stats,
+           qkv, a, d);
+    CUDA_CHECK(cudaGetLastError());
+}
+
 template <int HSP, bool DROPS> static void attention_backward_mma(floatX* dqkv, float* stats, const floatX* dout,
                                                                   const floatX* out, const float* lse,
                                                                   const floatX* qkv, AttentionDims a, Dropout d,
                                                                   cudaStream_t stream)
 {
     typedef MmaShape<HSP> S;
-    const size_t bytes = S::BACKWARD_ELEMS * sizeof(floatX), stats_bytes = 4 * S::TILE_BACKWARD * sizeof(float);
-    const unsigned num_blocks = (unsigned)ceil_div(a.T, S::ROWS_BACKWARD);
-    const dim3 grid_q(num_blocks, a.NH, a.B), grid_kv(num_blocks, a.NKV * (HSP / S::COLS), a.B);
+    const size_t bytes = S::BACKWARD_ELEMS * sizeof(floatX) + 4 * S::TILE_BACKWARD * sizeof(float);
+    const dim3 grid_kv(ceil_div(a.T, S::ROWS_BACKWARD), a.NKV * (HSP / S::COLS), a.B);
     LAUNCH((attention_stats_kernel<HSP>), ceil_div(stats_elems(a) * (HSP / 8), 256), 256, 0, stream, stats,
            dout, out, lse, a);
     CUDA_CHECK(cudaGetLastError());
-    attention_allow_shared(attention_backward_q_mma_kernel<HSP, DROPS>, bytes);
-    LAUNCH((attention_backward_q_mma_kernel<HSP, DROPS>), grid_q, MMA_BLOCK, bytes, stream, dqkv, dout, stats, qkv, a,
+    attention_backward_q_mma<HSP, DROPS>(dqkv, dout, stats, qkv, a, d, stream);
+    attention_allow_shared(attention_backward_kv_mma_kernel<HSP, DROPS>, bytes);
+    LAUNCH((attention_backward_kv_mma_kernel<HSP, DROPS>), grid_kv, MMA_BLOCK, bytes, stream, dqkv, dout, stats, qkv, a,
            d);
-    CUDA_CHECK(cudaGetLastError());
-    attention_allow_shared(attention_backward_kv_mma_kernel<HSP, DROPS>, bytes + stats_bytes);
-    LAUNCH((attention_backward_kv_mma_kernel<HSP, DROPS>), grid_kv, MMA_BLOCK, bytes + stats_bytes, stream, dqkv, dout,
-           stats, qkv, a, d);
     CUDA_CHECK(cudaGetLastError());
 }
 

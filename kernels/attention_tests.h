@@ -140,6 +140,56 @@ static void attention_backward_test(OpRun* run)
                                   op_dot(out64, dout.f64, dout.n)));
 }
 
+#if !defined(DEVICE_CPU) && !defined(PREC_FP32)
+/* dq with none, one and both of its left operands in registers, whatever this architecture's choice. */
+enum { HELD_CHOICES = 3 };
+template <int HSP, bool DROPS>
+static void attention_backward_q_choices(const OpTensor<floatX> (&dqkv)[HELD_CHOICES], const floatX* dout,
+                                         const float* stats, const floatX* qkv, AttentionDims a, Dropout drop)
+{
+    attention_backward_q_mma<HSP, DROPS, 0>(dqkv[0].dev, dout, stats, qkv, a, drop, 0);
+    attention_backward_q_mma<HSP, DROPS, 1>(dqkv[1].dev, dout, stats, qkv, a, drop, 0);
+    attention_backward_q_mma<HSP, DROPS, 2>(dqkv[2].dev, dout, stats, qkv, a, drop, 0);
+}
+
+/* All give the bits of the op. out and lse need not be a forward's. */
+static void attention_held_test(OpRun* run)
+{
+    const AttentionDims a = attention_test_dims(run);
+    const Dropout drop = attention_test_dropout(run);
+    const size_t ld = attention_ld_qkv(a), n = a.B * a.T * ld;
+    OpTensor<floatX> qkv = op_input<floatX>(run, "qkv", n, 0.0, 1.5);
+    OpTensor<floatX> dout = op_input<floatX>(run, "dout", a.B * a.T * attention_ld_out(a), 0.0, 1.0);
+    OpTensor<floatX> out = op_input<floatX>(run, "out", dout.n, 0.0, 1.0);
+    OpTensor<float> lse = op_input<float>(run, "lse", (size_t)a.B * a.NH * a.T, 3.0, 0.5);
+    float* scratch = op_scratch<float>(run, attention_scratch_elems(a.B, a.T, a.NH, a.HS));
+    OpTensor<floatX> dqkv = op_output<floatX>(run, "dqkv", n);
+    static const char* const names[HELD_CHOICES] = {"dq, none held", "dq, q held", "dq, q and dout held"};
+    OpTensor<floatX> choices[HELD_CHOICES];
+    for (int i = 0; i < HELD_CHOICES; i++) choices[i] = op_output<floatX>(run, names[i], n);
+    OP_RUN(run, 0, 0,
+           attention_backward(dqkv.dev, scratch, dout.dev, out.dev, lse.dev, qkv.dev, a.B, a.T, a.NH, a.NKV, a.HS,
+                              a.scale, 0, drop);
+           ATTENTION_FOR_HEAD_SIZE(a.HS, drop, attention_backward_q_choices, choices, dout.dev, scratch, qkv.dev, a,
+                                   drop));
+    const floatX* dq = (const floatX*)op_result(run, "dqkv");
+    for (const char* name : names) {
+        const floatX* choice = (const floatX*)op_result(run, name);
+        size_t num_other = 0;
+        for (size_t i = 0; i < n; i++)               // dk and dv, behind the queries of a row, are another kernel's
+            num_other += i % ld < (size_t)a.NH * a.HS && memcmp(&dq[i], &choice[i], sizeof *dq) != 0;
+        op_check_value(run, name, (double)num_other, 0, 0);
+    }
+}
+#define ATTENTION_HELD_TEST(...) , ATTENTION_TEST(attention_held, ALWAYS, __VA_ARGS__)
+#define ATTENTION_HELD_TESTS \
+    ATTENTION_HELD_TEST(2, 70, 2, 1, 64) ATTENTION_HELD_TEST(1, 131, 2, 2, 40) ATTENTION_HELD_TEST(1, 66, 2, 1, 64, 20) \
+    ATTENTION_HELD_TEST(1, 97, 2, 1, 128) ATTENTION_HELD_TEST(1, 40, 2, 2, 104, 30) \
+    ATTENTION_HELD_TEST(1, 37, 1, 1, 256) ATTENTION_HELD_TEST(1, 35, 1, 1, 136, 10)
+#else
+#define ATTENTION_HELD_TESTS
+#endif
+
 #define ATTENTION_TEST(name, when, ...) {#name, name##_test, {__VA_ARGS__}, OpWhen::when}
 #define ATTENTION_TESTS(name) \
     ATTENTION_TEST(name, ALWAYS, 1, 1, 1, 1, 1), ATTENTION_TEST(name, ALWAYS, 2, 7, 2, 2, 5), \
@@ -156,4 +206,5 @@ static void attention_backward_test(OpRun* run)
     ATTENTION_TEST(name, BENCH, 4, 64, 12, 12, 64), ATTENTION_TEST(name, BENCH, 4, 256, 6, 6, 64), \
     ATTENTION_TEST(name, BENCH, 1, 1024, 12, 12, 64), ATTENTION_TEST(name, BENCH, 1, 4096, 4, 2, 128)
 
-static const OpTest attention_tests[] = {ATTENTION_TESTS(attention_forward), ATTENTION_TESTS(attention_backward)};
+static const OpTest attention_tests[] = {ATTENTION_TESTS(attention_forward), ATTENTION_TESTS(attention_backward)
+                                         ATTENTION_HELD_TESTS};
