@@ -3,8 +3,8 @@
  * prompts, up to DECODER_ROWS rows. Keys and values of past tokens stay in a cache that the plan holds.
  *
  *   Decoder      the model's blocks on rows of any sequences, with the cache; activations of one layer only
- *   sampling     repetition penalty, temperature, top-k, top-p in this order; random numbers from a counter, mix64 of
- *                seed and position, so that a text depends on its prompt and seed, not on what runs beside it
+ *   sampling     sample.h, with random numbers from a counter, mix64 of seed and position, so that a text depends on
+ *                its prompt and seed, not on what runs beside it
  *   Prompt       one request and its text so far; read from a line of JSON, written as one
  *   generate_*   the loops
  *
@@ -17,6 +17,7 @@
 #include "data/tokenizer.h"
 #include "data/flags.h"
 #include "passes.cuh"
+#include "sample.h"
 #include "zero/init.h"
 
 enum { DECODER_ROWS = 256 };
@@ -107,61 +108,6 @@ static void decoder_step(Decoder* d, int N, const int* wanted, int num_wanted)
 }
 
 // -------------------------------------------------------------------------------------------------------- sampling
-typedef struct GenerateConfig {
-    int num_tokens, top_k;
-    double temperature, top_p, repetition_penalty;
-    uint64_t seed;
-} GenerateConfig;
-
-typedef struct { float logit; int id; } Candidate;
-
-static int candidate_compare(const void* a, const void* b)
-{
-    float x = ((const Candidate*)a)->logit, y = ((const Candidate*)b)->logit;
-    return x < y ? 1 : x > y ? -1 : ((const Candidate*)a)->id - ((const Candidate*)b)->id;
-}
-
-/* Logits of ids that the text has, each once: divided by the penalty where positive, multiplied where negative (Keskar
- * et al. 2019, arXiv:1909.05858). */
-static void penalise_repetition(float* logits, int V, const int* ids, int num_ids, double penalty)
-{
-    if (penalty == 1) return;
-    bool* seen = (bool*)malloc_checked(V * sizeof *seen);
-    memset(seen, 0, V * sizeof *seen);
-    for (int i = 0; i < num_ids; i++) {
-        if (seen[ids[i]]) continue;
-        seen[ids[i]] = true;
-        float* x = &logits[ids[i]];
-        *x = (float)(*x > 0 ? *x / penalty : *x * penalty);
-    }
-    free(seen);
-}
-
-/* One of the top_k (0: all) likeliest ids, of which as many are left as reach top_p together, with probability
- * softmax(logits / temperature); temperature 0: the likeliest. logits (V); u uniform in [0,1). */
-static int sample_token(const float* logits, int V, const GenerateConfig* config, double u)
-{
-    int best = 0;
-    for (int i = 1; i < V; i++) if (logits[i] > logits[best]) best = i;
-    if (config->temperature == 0 || config->top_k == 1) return best;
-    Candidate* order = (Candidate*)malloc_checked(V * sizeof *order);
-    for (int i = 0; i < V; i++) order[i] = Candidate{logits[i], i};
-    qsort(order, V, sizeof *order, candidate_compare);
-    int k = config->top_k > 0 && config->top_k < V ? config->top_k : V, num_kept = 0;
-    double total = 0, kept = 0, below = 0;
-    for (int i = 0; i < k; i++) total += exp((order[i].logit - order[0].logit) / config->temperature);
-    while (num_kept < k && (num_kept == 0 || kept < config->top_p * total))
-        kept += exp((order[num_kept++].logit - order[0].logit) / config->temperature);
-    int chosen = order[0].id;
-    for (int i = 0; i < num_kept; i++) {
-        chosen = order[i].id;
-        below += exp((order[i].logit - order[0].logit) / config->temperature);
-        if (below > u * kept) break;
-    }
-    free(order);
-    return chosen;
-}
-
 /* The id after ids (num_ids), from raw logits (V of floatX); changes h_logits (V). */
 static int next_from_logits(const floatX* raw, float* h_logits, int V, const int* ids, int num_ids,
                             const GenerateConfig* config)
