@@ -201,11 +201,15 @@ static void zero_locate_grad_parts(Zero* z)
 /* After plan_allocate: streams, events, tables. Events are recorded once, so that the first wait for each returns. */
 static void zero_start(Zero* z)
 {
+    int lowest, highest;    // collectives go first: else their blocks wait for those of whole GEMMs
+    CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
     CUDA_CHECK(cudaStreamCreateWithFlags(&z->compute, cudaStreamNonBlocking));
     z->reduce = z->gather = z->d2h = z->compute;
-    if (z->overlap)
-        for (cudaStream_t* stream : {&z->reduce, &z->gather, &z->d2h})
-            CUDA_CHECK(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
+    if (z->overlap) {
+        for (cudaStream_t* stream : {&z->reduce, &z->gather})
+            CUDA_CHECK(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, highest));
+        CUDA_CHECK(cudaStreamCreateWithFlags(&z->d2h, cudaStreamNonBlocking));
+    }
     profile_stream(z->compute, "compute");
     profile_stream(z->reduce, "reduce");
     profile_stream(z->gather, "gather");
