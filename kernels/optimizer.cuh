@@ -456,6 +456,18 @@ HOSTDEV Values optimizer_gapped(const OptimizerArrays& a, size_t gap)
     return gapped;
 }
 
+/* The constants of the runs that have some of a block's elements, a thread a run: their arithmetic is in double, of
+ * which some GPUs do one operation in the time of 64. */
+template <class R> DEV void run_factors_of_block(typename R::Factors* factors, size_t first, size_t num_elems,
+                                                 const OptimizerRuns& runs, const OptimizerConfig& config,
+                                                 const double* sums, const StepState* state)
+{
+    const int run = threadIdx.x;
+    if (run < runs.num_runs && runs.end[run] > first && (run == 0 || runs.end[run - 1] < first + num_elems))
+        factors[run] = run_factors<R>(runs, run, config, sums, state);
+    __syncthreads();
+}
+
 /* One vector of W a thread; where a run ends within it, element by element. In fp32 param is the master. At any
  * precision W = 4: a warp's 16 bytes of fp32 a thread lie side by side, and so do the 8 bytes of a 16-bit param; with
  * 8 elements a thread each request touched every sector of twice its bytes. */
@@ -464,14 +476,18 @@ optimizer_kernel(OptimizerArrays a, OptimizerRuns runs, OptimizerConfig config, 
                  const StepState* state)
 {
     constexpr unsigned STATES = STATES_READ<R>, WRITTEN = R::WRITES_STATES ? STATES : 0;
+    SHARED(typename R::Factors, factors, [OPTIMIZER_MAX_RUNS]);
+    if (state->skip != Skip::NONE) return;
+    run_factors_of_block<R>(factors, (size_t)blockIdx.x * OPTIMIZER_BLOCK * W, OPTIMIZER_BLOCK * W, runs, config, sums,
+                            state);
     const size_t first = ((size_t)blockIdx.x * OPTIMIZER_BLOCK + threadIdx.x) * W, n = runs.end[runs.num_runs - 1];
-    if (state->skip != Skip::NONE || first >= n) return;
+    if (first >= n) return;
     const bool at_random = rounds_at_random(a);
     const uint64_t key = at_random ? random_key(config.seed, state) : 0;
     size_t i = first;
     int run = 0;
     while (runs.end[run] <= i) run++;
-    typename R::Factors f = run_factors<R>(runs, run, config, sums, state);
+    typename R::Factors f = factors[run];
     if (i + W <= runs.end[run]) {
         if (runs.left_out[run]) return;
         const Values gapped = optimizer_gapped(a, runs.gap[run]);
@@ -505,7 +521,7 @@ optimizer_kernel(OptimizerArrays a, OptimizerRuns runs, OptimizerConfig config, 
         if (R::READS_PARAM && has_copy(a)) weights_store(a.param + i, p);
     } else {
         for (; i < first + W && i < n; i++) {
-            for (; runs.end[run] <= i; run++) f = run_factors<R>(runs, run + 1, config, sums, state);
+            for (; runs.end[run] <= i; run++) f = factors[run + 1];
             if (runs.left_out[run]) continue;
             const Values gapped = optimizer_gapped(a, runs.gap[run]);
             const uint64_t random = at_random ? random_bits(key, runs.index[run] + i) : 0;
