@@ -3,11 +3,11 @@
  *   pre     = inp * weight^T + bias              out = f(pre)         (forward_act: f of activation.cuh)
  *   dinp    = dout * weight  or  +=              (accumulate)
  *   dpre    = (dout * weight) * f'(pre)                                               (backward_input_act)
- *   dweight += dout^T * inp      dbias += sum_n(dout)
+ *   dweight = dout^T * inp  or  +=               (accumulate)       dbias += sum_n(dout)
  * shapes  inp dinp (N,IC), out dout (N,OC), bias (OC) floatX; weight (OC,IC) in Layout::OUT_IN (torch's Linear) or
  *         (IC,OC) in Layout::IN_OUT (GPT-2's files) floatX; dweight as weight, dbias (OC), scratch
  *         (matmul_scratch_elems(OC)) fp32
- * writes  forward out =, pre =; backward_input dinp = or +=, dpre =; backward_weight dweight +=, dbias +=
+ * writes  forward out =, pre =; backward_input dinp = or +=, dpre =; backward_weight dweight = or +=, dbias +=
  * needs   matmul_init() once; any N, IC, OC. cuBLASLt's work space is shared, so all calls are to go to one stream.
  * exact   fp32 GEMMs in fp32 (no TF32); bf16 and fp16 multiply exactly and sum in fp32. Same bits on every run; on
  *         the CPU for any number of threads; on a GPU, the same bits for the same shapes and GPU.
@@ -79,11 +79,11 @@ static void matmul_backward_bias_cpu(float* dbias, const floatX* dout, int N, in
 }
 
 static void matmul_backward_weight_cpu(float* dweight, float* dbias, const floatX* dout, const floatX* inp, int N,
-                                       int IC, int OC, Layout layout)
+                                       int IC, int OC, Layout layout, bool accumulate)
 {
     GemmOperand dout_t = {dout, (size_t)OC, true}, inp_t = {inp, (size_t)IC, true};
-    if (layout == Layout::OUT_IN) gemm(dweight, IC, dout_t, {inp, (size_t)IC, false}, OC, IC, N, nullptr, true);
-    else gemm(dweight, OC, inp_t, {dout, (size_t)OC, false}, IC, OC, N, nullptr, true);
+    if (layout == Layout::OUT_IN) gemm(dweight, IC, dout_t, {inp, (size_t)IC, false}, OC, IC, N, nullptr, accumulate);
+    else gemm(dweight, OC, inp_t, {dout, (size_t)OC, false}, IC, OC, N, nullptr, accumulate);
     if (dbias != nullptr) matmul_backward_bias_cpu(dbias, dout, N, OC);
 }
 
@@ -318,14 +318,14 @@ static bool matmul_lt_backward_input(floatX* dinp, const floatX* dout, const flo
 
 /* With column_sums (OC) also those of dout. */
 static bool matmul_lt_backward_weight(float* dweight, float* column_sums, const floatX* dout, const floatX* inp, int N,
-                                      int IC, int OC, Layout layout, cudaStream_t stream)
+                                      int IC, int OC, Layout layout, float beta, cudaStream_t stream)
 {
     const bool out_in = layout == Layout::OUT_IN;
     MatmulEpilogue e = MATMUL_PLAIN;
     if (column_sums != nullptr)
         e = {out_in ? CUBLASLT_EPILOGUE_BGRADB : CUBLASLT_EPILOGUE_BGRADA, column_sums, nullptr};
-    if (out_in) return matmul_lt(dweight, inp, dout, IC, OC, N, false, true, 1.0f, e, stream);
-    return matmul_lt(dweight, dout, inp, OC, IC, N, false, true, 1.0f, e, stream);
+    if (out_in) return matmul_lt(dweight, inp, dout, IC, OC, N, false, true, beta, e, stream);
+    return matmul_lt(dweight, dout, inp, OC, IC, N, false, true, beta, e, stream);
 }
 
 /* Where cuBLASLt cannot add the bias: one block a row. */
@@ -420,14 +420,16 @@ static void matmul_backward_input_act(floatX* dpre, const floatX* dout, const fl
 }
 
 static void matmul_backward_weight(float* dweight, float* dbias, float* scratch, const floatX* dout, const floatX* inp,
-                                   int N, int IC, int OC, Layout layout, cudaStream_t stream)
+                                   int N, int IC, int OC, Layout layout, bool accumulate, cudaStream_t stream)
 {
-    OP(stream, 2.0 * N * IC * OC, N * ((double)IC + OC) * sizeof(floatX) + 2.0 * IC * OC * sizeof(float), N, IC, OC);
-    ON_CPU((void)scratch, matmul_backward_weight_cpu(dweight, dbias, dout, inp, N, IC, OC, layout));
+    OP(stream, 2.0 * N * IC * OC,
+       N * ((double)IC + OC) * sizeof(floatX) + (accumulate ? 2.0 : 1.0) * IC * OC * sizeof(float), N, IC, OC);
+    ON_CPU((void)scratch, matmul_backward_weight_cpu(dweight, dbias, dout, inp, N, IC, OC, layout, accumulate));
 #ifndef DEVICE_CPU
+    const float beta = accumulate ? 1.0f : 0.0f;
     int num_parts = 1;
-    if (dbias == nullptr || !matmul_lt_backward_weight(dweight, scratch, dout, inp, N, IC, OC, layout, stream)) {
-        matmul_lt_backward_weight(dweight, nullptr, dout, inp, N, IC, OC, layout, stream);
+    if (dbias == nullptr || !matmul_lt_backward_weight(dweight, scratch, dout, inp, N, IC, OC, layout, beta, stream)) {
+        matmul_lt_backward_weight(dweight, nullptr, dout, inp, N, IC, OC, layout, beta, stream);
         if (dbias == nullptr) return;
         num_parts = min(MATMUL_BIAS_PARTS, (int)ceil_div(N, 32));
         LAUNCH(matmul_backward_bias_parts_kernel, dim3(ceil_div(OC, 32), num_parts), 256, 0, stream, scratch, dout, N,
@@ -475,12 +477,13 @@ template<class R> static void matmul_backward_input_ref(R* dinp, const R* dout, 
 }
 
 template<class R> static void matmul_backward_weight_ref(R* dweight, R* dbias, const R* dout, const R* inp, int N,
-                                                         int IC, int OC, Layout layout)
+                                                         int IC, int OC, Layout layout, bool accumulate)
 {
     #pragma omp parallel for
     for (int oc = 0; oc < OC; oc++) {
         for (int ic = 0; ic < IC; ic++) {
             R* sum = matmul_at(dweight, oc, ic, IC, OC, layout);
+            if (!accumulate) *sum = 0;
             for (int n = 0; n < N; n++) *sum += dout[(size_t)n * OC + oc] * inp[(size_t)n * IC + ic];
         }
         if (dbias != nullptr)
@@ -549,21 +552,24 @@ template<Layout layout> static void matmul_backward_input_test(OpRun* run)
                                    op_dot(out, dout.f64, (size_t)N * OC)));
 }
 
-/* dims: N, IC, OC, 1 with a bias */
+/* dims: N, IC, OC, 1 with a bias, and then dweight is added to, or 2: with a bias, and dweight is overwritten */
 template<Layout layout> static void matmul_backward_weight_test(OpRun* run)
 {
     const int N = run->dims[0], IC = run->dims[1], OC = run->dims[2];
-    const bool has_bias = run->dims[3] != 0;
+    const bool has_bias = run->dims[3] != 0, accumulate = run->dims[3] == 1;
     OpTensor<floatX> dout = op_input<floatX>(run, "dout", (size_t)N * OC, 0.0, 1.0);
     OpTensor<floatX> inp = op_input<floatX>(run, "inp", (size_t)N * IC, 0.0, 1.0);
-    OpTensor<float> dweight = op_inout<float>(run, "dweight", (size_t)OC * IC, 0.0, 1.0);
+    OpTensor<float> dweight = accumulate ? op_inout<float>(run, "dweight", (size_t)OC * IC, 0.0, 1.0)
+                                         : op_output<float>(run, "dweight", (size_t)OC * IC);
     OpTensor<float> dbias = op_inout<float>(run, "dbias", OC, 0.0, 1.0);
     float* scratch = op_scratch<float>(run, matmul_scratch_elems(OC));
     OP_RUN(run, 0, 2.0 * N * IC * OC,
            matmul_backward_weight(dweight.dev, has_bias ? dbias.dev : nullptr, scratch, dout.dev, inp.dev, N, IC, OC,
-                                  layout, 0));
-    matmul_backward_weight_ref(dweight.f64, has_bias ? dbias.f64 : nullptr, dout.f64, inp.f64, N, IC, OC, layout);
-    matmul_backward_weight_ref(dweight.f32, has_bias ? dbias.f32 : nullptr, dout.f32, inp.f32, N, IC, OC, layout);
+                                  layout, accumulate, 0));
+    matmul_backward_weight_ref(dweight.f64, has_bias ? dbias.f64 : nullptr, dout.f64, inp.f64, N, IC, OC, layout,
+                               accumulate);
+    matmul_backward_weight_ref(dweight.f32, has_bias ? dbias.f32 : nullptr, dout.f32, inp.f32, N, IC, OC, layout,
+                               accumulate);
     op_check(run, dweight);
     op_check(run, dbias);
     if ((size_t)N * IC * OC > 1000000) return;
@@ -644,6 +650,8 @@ template<Layout layout, Activation kind> static void matmul_backward_input_act_t
 static const OpTest matmul_tests[] = {
     MATMUL_ROWS_TESTS(OUT_IN), MATMUL_ROWS_TESTS(IN_OUT),
     MATMUL_TESTS(matmul_forward), MATMUL_TESTS(matmul_backward_input), MATMUL_TESTS(matmul_backward_weight),
+    MATMUL_TEST(matmul_backward_weight, OUT_IN, ALWAYS, 7, 33, 65, 2),
+    MATMUL_TEST(matmul_backward_weight, IN_OUT, ALWAYS, 600, 33, 65, 2),
     MATMUL_ACT_TESTS(matmul_forward_act), MATMUL_ACT_TESTS(matmul_backward_input_act),
 };
 #endif

@@ -70,9 +70,26 @@ static void cost_linear_forward(CostWalk* w, const char* product, double N, doub
     cost_product(w, "matmul_forward", product, N, IC, OC, ELEM * (N * IC + IC * OC + N * OC));
 }
 
-static void cost_backward_weight(CostWalk* w, const char* product, double N, double IC, double OC)
+/* Of the micro-steps that share in which the gradient of a weight is added to; in the others it is overwritten. */
+static double cost_adds(const CostWalk* w, int unit, int row)
 {
-    cost_product(w, "matmul_backward_weight", product, IC, N, OC, ELEM * (N * IC + N * OC) + 8 * IC * OC);
+    const Zero* z = w->m->zero;
+    const int kept_in = unit_tensor(z->shard, unit, row)->unit;
+    const double G = z->num_micro_steps;
+    return (zero_gradient_adds(z, kept_in, 0) + (G - 1) * zero_gradient_adds(z, kept_in, 1)) / G;
+}
+
+/* adds: the share of these that add to dweight. */
+static void cost_backward_weight(CostWalk* w, const char* product, double N, double IC, double OC, double adds)
+{
+    cost_product(w, "matmul_backward_weight", product, IC, N, OC,
+                 ELEM * (N * IC + N * OC) + 4 * (1 + adds) * IC * OC);
+}
+
+/* Of a block. */
+static void cost_linear_backward_weight(CostWalk* w, const char* product, Row row, double N, double IC, double OC)
+{
+    cost_backward_weight(w, product, N, IC, OC, cost_adds(w, unit_block(&w->m->config, 0), row));
 }
 
 static void cost_backward_input(CostWalk* w, const char* product, double N, double IC, double OC, bool accumulate)
@@ -81,9 +98,9 @@ static void cost_backward_input(CostWalk* w, const char* product, double N, doub
                  ELEM * (N * OC + IC * OC + (accumulate ? 2 : 1) * N * IC));
 }
 
-static void cost_linear_backward(CostWalk* w, const char* product, double N, double IC, double OC)
+static void cost_linear_backward(CostWalk* w, const char* product, Row row, double N, double IC, double OC)
 {
-    cost_backward_weight(w, product, N, IC, OC);
+    cost_linear_backward_weight(w, product, row, N, IC, OC);
     cost_backward_input(w, product, N, IC, OC, false);
 }
 
@@ -183,7 +200,7 @@ static void cost_block_backward(CostWalk* w)
     double N = (double)w->N, C = c->C, F = c->F, Q = (double)config_dim(c, Dim::Q);
     double QKV = (double)config_dim(c, Dim::QKV), fused = cost_fused_elems(w);
     cost_drop(w);
-    cost_backward_weight(w, "fcproj", N, F, C);
+    cost_linear_backward_weight(w, "fcproj", FCPROJ_WEIGHT, N, F, C);
     if (is_gated(c)) {
         cost_backward_input(w, "fcproj", N, F, C, false);
         cost_add(w, "swiglu_backward", 0, ELEM * 5 * N * F);
@@ -191,13 +208,13 @@ static void cost_block_backward(CostWalk* w)
         cost_product(w, "matmul_backward_input_act", "fcproj", N, C, F, ELEM * (N * C + C * F + N * F + fused));
         if (fused == 0) cost_add(w, "activation_backward", 0, ELEM * 3 * N * F);
     }
-    cost_linear_backward(w, "fc", N, C, fc_width(c));
+    cost_linear_backward(w, "fc", FC_WEIGHT, N, C, fc_width(c));
     cost_norm_backward(w);
     cost_drop(w);
-    cost_linear_backward(w, "attproj", N, Q, C);
+    cost_linear_backward(w, "attproj", PROJ_WEIGHT, N, Q, C);
     cost_add(w, "attention_backward", 5 * N * Q * (w->m->T + 1), ELEM * 2 * N * (QKV + Q) + 4 * N * c->NH);
     cost_rope(w, "rope_backward");
-    cost_linear_backward(w, "qkv", N, C, QKV);
+    cost_linear_backward(w, "qkv", QKV_WEIGHT, N, C, QKV);
     cost_norm_backward(w);
 }
 
@@ -212,13 +229,24 @@ static ChunkKinds chunk_kinds(size_t num_rows, size_t max_rows)
     return {{{(double)max_rows, (double)(num_rows / max_rows)}, {(double)rest, rest > 0 ? 1.0 : 0.0}}};
 }
 
+static const Chunks* first_kind(const ChunkKinds* both) { return &both->kinds[both->kinds[0].count > 0 ? 0 : 1]; }
+
+/* Of the chunks of a micro-step the first adds to the head's gradient in a share of the micro-steps, the others do
+ * always. */
+static void cost_head_weight(CostWalk* w, Chunks chunks, bool has_first, int unit, int row, double VP)
+{
+    const double adds = has_first ? (chunks.count - 1 + cost_adds(w, unit, row)) / chunks.count : 1;
+    cost_backward_weight(w, "head", chunks.rows, w->m->config.C, VP, adds);
+}
+
 /* The head as head_loss goes about it. */
 static void cost_head(CostWalk* w)
 {
     const Config* c = &w->m->config;
     const double times = w->times;
     const ChunkKinds both = chunk_kinds(w->N, (size_t)w->m->head_rows);
-    for (Chunks chunks : both.kinds) {
+    const int unit = c->tied ? unit_embed(c) : unit_lm_head(c, 0), row = c->tied ? WTE : LM_HEAD;
+    for (const Chunks& chunks : both.kinds) {
         if (chunks.count == 0) continue;
         double rows = chunks.rows, C = c->C, VP = c->VP;
         w->times = times * chunks.count;
@@ -227,7 +255,7 @@ static void cost_head(CostWalk* w)
         cost_add(w, "classifier", 0, ELEM * 2 * rows * VP);
         w->part = Part::BACKWARD;
         cost_backward_input(w, "head", rows, C, VP, false);
-        cost_backward_weight(w, "head", rows, C, VP);
+        cost_head_weight(w, chunks, &chunks == first_kind(&both), unit, row, VP);
     }
     w->times = times;
 }
@@ -241,7 +269,7 @@ static void cost_head_chunked(CostWalk* w)
         int chunk_rows;
         LogitsPiece piece = head_piece(w->m, index, (int)w->N, &chunk_rows);
         const ChunkKinds both = chunk_kinds(w->N, (size_t)chunk_rows);
-        for (Chunks chunks : both.kinds) {
+        for (const Chunks& chunks : both.kinds) {
             if (chunks.count == 0) continue;
             double rows = chunks.rows, C = c->C, VP = piece.stride;
             w->times = times * chunks.count;
@@ -253,7 +281,7 @@ static void cost_head_chunked(CostWalk* w)
             w->part = Part::BACKWARD;
             cost_add(w, "classifier_piece_backward", 0, ELEM * 2 * rows * VP);
             cost_backward_input(w, "head", rows, C, VP, !piece.last);
-            cost_backward_weight(w, "head", rows, C, VP);
+            cost_head_weight(w, chunks, &chunks == first_kind(&both), unit_lm_head(c, index), LM_HEAD, VP);
         }
     }
     w->times = times;
@@ -315,7 +343,8 @@ static void cost_gradients(CostWalk* w)
         double count = (double)z->shard->units[u].range.count, kept = (double)dtype_bytes(storage.grads);
         bool buffered = unit_is_buffered(&z->grad_buckets, u), accumulates = unit_accumulates(z, u);
         w->times = buffered || accumulates ? G : 1;
-        cost_add(w, "cudaMemsetAsync", 0, 4 * count);
+        const ClearRanges cleared = gradient_cleared(z->shard, u);
+        if (cleared.num_ranges > 0) cost_add(w, "ranges_clear", 0, 4.0 * ranges_elems(&cleared));
         w->times = G;
         if (accumulates) cost_add(w, "values_sum", 0, count * (4 + kept + kept * (G - 1) / G));
         w->times = buffered ? G : 1;

@@ -106,6 +106,19 @@ static bool unit_has(const Config* c, int unit, const TensorRow* row)
     return row->where == where && unit <= unit_head(c);
 }
 
+/* Does a GEMM read it, as its weight or bias? A tied wte is the head too. */
+static bool row_is_in_gemm(const Config* c, Row row)
+{
+    switch (row) {
+    case WTE: return c->tied;
+    case WPE: case NORM_1_WEIGHT: case NORM_1_BIAS: case NORM_2_WEIGHT: case NORM_2_BIAS: case NORM_F_WEIGHT:
+    case NORM_F_BIAS: return false;
+    case QKV_WEIGHT: case QKV_BIAS: case PROJ_WEIGHT: case PROJ_BIAS: case FC_WEIGHT: case FC_BIAS: case FCPROJ_WEIGHT:
+    case FCPROJ_BIAS: case LM_HEAD: case NUM_ROWS: break;
+    }
+    return true;
+}
+
 static void tensor_add(Tensor* out, const Config* c, const TensorRow* row, int unit)
 {
     *out = Tensor{};
@@ -128,20 +141,8 @@ static void tensor_add(Tensor* out, const Config* c, const TensorRow* row, int u
     out->hidden = row->where == Where::BLOCK && out->num_dims == 2;
     out->in_out = c->layout == Layout::IN_OUT;
     out->num_fused = row->cols == Dim::QKV ? 3 : 1;
+    out->grad_overwritten = row_is_in_gemm(c, row->row) && out->num_dims == 2;
     out->row = row->row;
-}
-
-/* Does a GEMM read it, as its weight or bias? A tied wte is the head too. */
-static bool row_is_in_gemm(const Config* c, Row row)
-{
-    switch (row) {
-    case WTE: return c->tied;
-    case WPE: case NORM_1_WEIGHT: case NORM_1_BIAS: case NORM_2_WEIGHT: case NORM_2_BIAS: case NORM_F_WEIGHT:
-    case NORM_F_BIAS: return false;
-    case QKV_WEIGHT: case QKV_BIAS: case PROJ_WEIGHT: case PROJ_BIAS: case FC_WEIGHT: case FC_BIAS: case FCPROJ_WEIGHT:
-    case FCPROJ_BIAS: case LM_HEAD: case NUM_ROWS: break;
-    }
-    return true;
 }
 
 /* Is `item` some of the parts of a tensor's name, between dots, or a shell pattern that fits it? */
@@ -284,6 +285,7 @@ typedef struct Model {
     unsigned long long seed;  // of the masks
     size_t first_sequence;    // of this rank's micro-batch, in the stream of data
     bool drops;               // this is training
+    int micro;                // the micro-step, of this step
     int given_head_rows;      // --head-rows; 0: head_chunk_rows decides
     bool on_gpu;              // the plan's device is a GPU
     int head_rows;            // rows of logits that exist at a time
@@ -489,6 +491,12 @@ static float* model_grad(const Model* m, int unit, int row)
     return t == nullptr ? nullptr : m->zero->unit_grads[t->unit] + tensor_offset(m, t);
 }
 
+/* Do GEMMs add to it, or overwrite it? */
+static bool model_grad_adds(const Model* m, int unit, int row)
+{
+    return zero_gradient_adds(m->zero, unit_tensor(&m->shard, unit, row)->unit, m->micro);
+}
+
 // --------------------------------------------------------------------------------------------------------- forward
 /* Where dropout is: the sum of the embeddings, the probabilities, and what the two branches of a block add. */
 enum DropoutSite { DROPOUT_EMBEDDING, DROPOUT_ATTENTION, DROPOUT_PROJ, DROPOUT_FCPROJ };
@@ -658,14 +666,20 @@ static void norm_backward(const Model* m, int unit, int row, const floatX* inp, 
     else norm_backward_of<floatX>(m, dweight, dbias, inp, mean, rstd, model_param(m, unit, row), N);
 }
 
-/* dinp (N,IC) =, and the gradients of weight and bias +=, from dout (N,OC). */
+/* The gradients of weight `row`, of which this is the only GEMM of a micro-step, and of its bias. */
+static void linear_backward_weight(const Model* m, int unit, int row, const floatX* dout, const floatX* inp, int N,
+                                   int IC, int OC)
+{
+    matmul_backward_weight(model_grad(m, unit, row), model_grad(m, unit, row + 1), m->scratch, dout, inp, N, IC, OC,
+                           m->config.layout, model_grad_adds(m, unit, row), m->zero->compute);
+}
+
+/* dinp (N,IC) =, and the gradients of weight and bias, from dout (N,OC). */
 static void linear_backward(const Model* m, int unit, int row, floatX* dinp, const floatX* dout, const floatX* inp,
                             int N, int IC, int OC)
 {
-    cudaStream_t stream = m->zero->compute;
-    matmul_backward_weight(model_grad(m, unit, row), model_grad(m, unit, row + 1), m->scratch, dout, inp, N, IC, OC,
-                           m->config.layout, stream);
-    matmul_backward_input(dinp, dout, model_param(m, unit, row), N, IC, OC, m->config.layout, false, stream);
+    linear_backward_weight(m, unit, row, dout, inp, N, IC, OC);
+    matmul_backward_input(dinp, dout, model_param(m, unit, row), N, IC, OC, m->config.layout, false, m->zero->compute);
 }
 
 /* Gradient through block `layer`: m->dresidual (N,C) goes in as the gradient of its output, and out as that of its
@@ -683,8 +697,7 @@ static void block_backward(Model* m, int layer, int B, int T)
         linear_backward(m, unit, FCPROJ_WEIGHT, m->dfc_act, dbranch, a.fc_act, N, F, C);
         swiglu_backward(m->dfc, m->dfc_act, a.fc, N, F, stream);
     } else {
-        matmul_backward_weight(model_grad(m, unit, FCPROJ_WEIGHT), model_grad(m, unit, FCPROJ_BIAS), m->scratch,
-                               dbranch, a.fc_act, N, F, C, m->config.layout, stream);
+        linear_backward_weight(m, unit, FCPROJ_WEIGHT, dbranch, a.fc_act, N, F, C);
         matmul_backward_input_act(m->dfc, dbranch, model_param(m, unit, FCPROJ_WEIGHT), a.fc, N, F, C,
                                   m->config.layout, c->activation, stream);
     }

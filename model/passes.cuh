@@ -165,11 +165,12 @@ static void head_loss(Model* m, int N, float dloss, bool backward)
         classifier(m->logits, m->losses + first, m->targets + first, rows, c->V, c->VP, dloss, loss_scale, backward,
                    stream);
         if (!backward) continue;
-        float* dweight = c->tied ? model_grad(m, unit_embed(c), WTE) : model_grad(m, unit_lm_head(c, 0), LM_HEAD);
+        const int unit = c->tied ? unit_embed(c) : unit_lm_head(c, 0), row = c->tied ? WTE : LM_HEAD;
         matmul_backward_input(m->dnorm + (size_t)first * c->C, m->logits, head_weight(m), rows, c->C, c->VP,
                               Layout::OUT_IN, false, stream);
-        matmul_backward_weight(dweight, nullptr, m->scratch, m->logits, m->norm_f + (size_t)first * c->C, rows, c->C,
-                               c->VP, Layout::OUT_IN, stream);
+        matmul_backward_weight(model_grad(m, unit, row), nullptr, m->scratch, m->logits,
+                               m->norm_f + (size_t)first * c->C, rows, c->C, c->VP, Layout::OUT_IN,
+                               first > 0 || model_grad_adds(m, unit, row), stream);
     }
 }
 
@@ -210,7 +211,8 @@ static void head_loss_chunked(Model* m, int N, float dloss, bool backward, int m
             matmul_backward_input(m->dnorm + (size_t)first * C, m->logits, weight, rows, C, piece.stride,
                                   Layout::OUT_IN, !piece.last, stream);
             matmul_backward_weight(model_grad(m, unit, LM_HEAD), nullptr, m->scratch, m->logits, inp, rows, C,
-                                   piece.stride, Layout::OUT_IN, stream);
+                                   piece.stride, Layout::OUT_IN, first > 0 || model_grad_adds(m, unit, LM_HEAD),
+                                   stream);
         }
         if (!up) zero_gradient_end(z, unit, micro, num_micro);
     }
@@ -251,6 +253,7 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     Zero* z = m->zero;
     cudaStream_t stream = z->compute;
     int N = B * T, head = unit_head(c);
+    m->micro = micro;
     phase_begin(Phase::FORWARD);
     model_forward(m, B, T);
     phase_begin(Phase::HEAD);

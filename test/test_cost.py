@@ -85,6 +85,7 @@ GROUPS = [
     (r"attention_backward", r"attention_backward_q_mma_kernel.*", None),
     (r"loss_accumulate", r"loss_accumulate_kernel", 1.01),
     (r"cudaMemsetAsync", r"cudaMemsetAsync", 1.01),
+    (r"ranges_clear", r"ranges_clear_kernel", 1.01),
     (r"values_sum", r"values_sum_kernel.*", 1.01),
     (r"global_norm_accumulate", r"global_norm_kernel.*", 1.01),
     (r"optimizer_update", r"optimizer_kernel.*", 1.01),

@@ -44,6 +44,7 @@ typedef struct Tensor {
     bool in_out;            // rows are inputs, columns outputs; else the other way round
     int num_fused;          // such matrices side by side: 3 where q, k and v are one tensor
     float lr_factor, weight_decay;   // of its parameter group
+    bool grad_overwritten;  // the first kernel with its gradient overwrites what is there: it need not be cleared
     int row;                // the model's index for it; not used in this file
     bool joined;            // directly follows the tensor before it: the two are one matrix to the model
     size_t first;           // first element in the flat space; set by shard_build

@@ -20,6 +20,7 @@
  * parameters, and zero_gradient_begin(u) and zero_gradient_end(u) around the kernels that add unit u's gradients. */
 #pragma once
 #include "kernels/accumulate.cuh"
+#include "kernels/clear.cuh"
 #include "kernels/global_norm.cuh"
 #include "kernels/optimizer.cuh"
 #include "buckets.h"
@@ -375,11 +376,36 @@ static void zero_params_settle(Zero* z)
 }
 
 // ------------------------------------------------------------------------------------------------------- gradients
+/* What of unit u's gradient is zeroed before kernels add to it, as elements of the unit: all, except for tensors that a
+ * GEMM overwrites. The unit stored in fp32 is zeroed whole: it is small, and in many parts. */
+static ClearRanges gradient_cleared(const Shard* s, int u)
+{
+    const Unit* unit = &s->units[u];
+    ClearRanges ranges = {};
+    size_t first = 0;
+    for (int t = unit->first_tensor; t < unit->first_tensor + unit->num_tensors; t++) {
+        const Tensor* tensor = &s->tensors[t];
+        if (!tensor->grad_overwritten || unit_is_fp32(s, u)) continue;
+        const size_t end = tensor->first - unit->range.first;
+        ranges_extend(&ranges, first, end);
+        first = end + tensor->padded_rows * tensor->shape[1];
+    }
+    ranges_extend(&ranges, first, unit->range.count);
+    return ranges;
+}
+
+/* Does the gradient of unit u's weights in micro-step `micro` add to what is there? If not, their first GEMM overwrites
+ * it. */
+static bool zero_gradient_adds(const Zero* z, int u, int micro)
+{
+    if (unit_is_fp32(z->shard, u)) return true;
+    return micro > 0 && !unit_is_buffered(&z->grad_buckets, u) && !unit_accumulates(z, u);
+}
+
 static void gradient_clear(Zero* z, int u)
 {
-    const size_t n = z->shard->units[u].range.count;
-    OP_CALL("cudaMemsetAsync", z->compute, n * sizeof(float), n);
-    CUDA_CHECK(cudaMemsetAsync(z->unit_grads[u], 0, n * sizeof(float), z->compute));
+    const ClearRanges ranges = gradient_cleared(z->shard, u);
+    ranges_clear(z->unit_grads[u], &ranges, z->compute);
 }
 
 /* Before the first micro-step of a step: clears its sums, and gradients that kernels accumulate over micro-steps. */
@@ -390,7 +416,8 @@ static void zero_step_begin(Zero* z)
         if (!unit_is_buffered(&z->grad_buckets, u) && !unit_accumulates(z, u)) gradient_clear(z, u);
 }
 
-/* Before the backward of unit u: returns the cleared buffer to which kernels on the compute stream add its gradient. */
+/* Before the backward of unit u: returns the buffer for its gradient, cleared where kernels on the compute stream add
+ * to it. */
 static float* zero_gradient_begin(Zero* z, int u)
 {
     const Buckets* buckets = &z->grad_buckets;
