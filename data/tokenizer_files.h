@@ -39,13 +39,13 @@ static inline bool tokenizer_is_pair(const char* file)
     return strcmp(slash != nullptr ? slash + 1 : file, "vocab.json") == 0 && file_exists(merges);
 }
 
-/* Is the pair GPT-2's by tokenizer_config.json, or where that names no class, not Qwen2's by config.json? */
+/* Is the pair GPT-2's by tokenizer_config.json, or where that names no class, not Qwen's by config.json? */
 static inline bool pair_is_gpt2(const char* file)
 {
     cJSON *config = json_beside(file, "tokenizer_config.json"), *model = json_beside(file, "config.json");
     const char* name = json_string_or(config, "tokenizer_class", "", file);
-    bool is_qwen2 = strcmp(json_string_or(model, "model_type", "", file), "qwen2") == 0;
-    bool is_gpt2 = name[0] ? strncmp(name, "GPT2Tokenizer", strlen("GPT2Tokenizer")) == 0 : !is_qwen2;
+    bool is_qwen = strncmp(json_string_or(model, "model_type", "", file), "qwen", strlen("qwen")) == 0;
+    bool is_gpt2 = name[0] ? strncmp(name, "GPT2Tokenizer", strlen("GPT2Tokenizer")) == 0 : !is_qwen;
     cJSON_Delete(config);
     cJSON_Delete(model);
     return is_gpt2;

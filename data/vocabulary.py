@@ -60,8 +60,8 @@ def tokenizer_load(path):
     if not os.path.isfile(vocab) or not os.path.isfile(merges):
         raise Refused(f"{path}: has neither tokenizer.json nor vocab.json and merges.txt")
     config = json_beside(path, "tokenizer_config.json")
-    name = config.get("tokenizer_class") or ("Qwen2Tokenizer" if json_beside(path, "config.json").get("model_type") ==
-                                             "qwen2" else "GPT2Tokenizer")
+    model_type = json_beside(path, "config.json").get("model_type", "")
+    name = config.get("tokenizer_class") or ("Qwen2Tokenizer" if model_type.startswith("qwen") else "GPT2Tokenizer")
     if not name.startswith("GPT2Tokenizer"):                   # data/tokenizer_files.h reads the same
         raise Refused(f"{path}: its vocab.json and merges.txt are those of a {name}; only GPT2Tokenizer's are read: "
                       "have transformers save it as tokenizer.json")

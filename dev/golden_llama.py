@@ -7,6 +7,7 @@
 families.json              configs, seeds and sizes, from which the same weights and tokens can be made
 families_NAME.safetensors  of one batch: logits (B,T,V), losses (B,T), and grad.TENSOR of the mean loss
 families_text.json         greedy continuations of a few prompts, as token ids
+families_steps.json        losses and gradient norms of ten steps of AdamW, a batch each
 families_bf16.safetensors  weights rounded to bf16: NAME.truth, logits in fp64 as above, and NAME.plain, those of
                            transformers in bf16. far.*: one block of rotary attention at positions 3, 257 and 2047
 Weights are init.random_weights(), tokens init.tokens(). Computed in fp64 as far as transformers supports it (its
@@ -24,6 +25,7 @@ import init
 
 GOLDEN = pathlib.Path(__file__).resolve().parent.parent / "test" / "golden"
 B, T, SEED, STD = 2, 24, 7, 0.4
+STEPS, STEP_B, LR = 10, 6, 1e-3
 
 
 def llama(model_type, architecture, **more):
@@ -53,6 +55,11 @@ CONFIGS = {
                    hidden_act="relu2", mlp_bias=True),
     "qwen2": llama("qwen2", "Qwen2ForCausalLM", num_attention_heads=4, num_key_value_heads=2, hidden_size=32,
                    rope_theta=1000000.0, rms_norm_eps=1e-6, tie_word_embeddings=True, use_sliding_window=False),
+    # a norm of each query and key head, of a size that has nothing to do with C / NH
+    "qwen3": llama("qwen3", "Qwen3ForCausalLM", num_attention_heads=6, num_key_value_heads=2, head_dim=10,
+                   rope_theta=1000000.0, rms_norm_eps=1e-6, attention_bias=True, use_sliding_window=False),
+    "qwen3_tied": llama("qwen3", "Qwen3ForCausalLM", num_key_value_heads=1, head_dim=24, hidden_size=30,
+                        rope_theta=1000000.0, rms_norm_eps=1e-6, tie_word_embeddings=True, sliding_window=None),
 }
 FAR = llama("llama", "LlamaForCausalLM", hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=2048)
@@ -87,6 +94,24 @@ def one_batch(model, config):
     return {name: x.detach().float().contiguous().numpy() for name, x in result.items()}
 
 
+def adamw_steps(config):
+    """train_gpt's defaults at a constant learning rate."""
+    model = build(config)
+    groups = [{"params": [p for p in model.parameters() if (p.dim() == 2) == decays], "weight_decay": 0.1 * decays}
+              for decays in (True, False)]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    tokens = torch.from_numpy(init.tokens(STEPS * STEP_B * T + 1, config["vocab_size"], SEED))
+    losses, norms = [], []
+    for idx, targets in zip(tokens[:-1].view(STEPS, STEP_B, T), tokens[1:].view(STEPS, STEP_B, T)):
+        loss = F.cross_entropy(model(idx).logits.view(STEP_B * T, -1), targets.reshape(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        losses.append(loss.item())
+        optimizer.step()
+    return {"loss": losses, "norm": norms}
+
+
 @torch.no_grad()
 def logits_bf16(config, tokens, rows=slice(None)):
     """(truth, plain) of tokens (B,T): train_gpt's error may be at most twice that of plain code."""
@@ -103,10 +128,11 @@ def continue_greedily(model, prompt, num_tokens):
 
 
 if __name__ == "__main__":
-    texts = {}
+    texts, steps = {}, {}
     for name, config in CONFIGS.items():
         model = build(config)
         save_file(one_batch(model, config), GOLDEN / f"families_{name}.safetensors")
+        steps[name] = adamw_steps(config)
         texts[name] = [continue_greedily(model, prompt, 64) for prompt in PROMPTS]
         print(name, len(set(texts[name][0])), "different tokens in the first continuation")
     bf16 = {}
@@ -117,7 +143,8 @@ if __name__ == "__main__":
                                                                    FAR_POSITIONS if name == "far" else slice(None))
     save_file(bf16, GOLDEN / "families_bf16.safetensors")
     about = {"made_by": "dev/golden_llama.py", "torch": torch.__version__, "transformers": transformers.__version__,
-             "B": B, "T": T, "seed": SEED, "std": STD, "configs": CONFIGS,
+             "B": B, "T": T, "seed": SEED, "std": STD, "step_B": STEP_B, "lr": LR, "configs": CONFIGS,
              "far": FAR, "far_positions": FAR_POSITIONS}
     (GOLDEN / "families.json").write_text(json.dumps(about, indent=1) + "\n")
+    (GOLDEN / "families_steps.json").write_text(json.dumps(steps, indent=1) + "\n")
     (GOLDEN / "families_text.json").write_text(json.dumps({"prompts": PROMPTS, "texts": texts}) + "\n")

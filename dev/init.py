@@ -74,7 +74,7 @@ def gpt2_weights(config, seed):
 
 
 def llama_shapes(config):
-    """{name: shape} of a LLaMA, Mistral, Qwen2 or Arcee in the order of train_gpt's table: weights are (out, in)."""
+    """{name: shape} of a LLaMA or a family with the names of its tensors: weights are (out, in)."""
     V, C, F, L = (config[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"))
     NH = config["num_attention_heads"]
     NKV, HS = config.get("num_key_value_heads", NH), config.get("head_dim", C // NH)
@@ -91,6 +91,8 @@ def llama_shapes(config):
             block[name + ".weight"] = shape
             if config.get("mlp_bias" if name.startswith("mlp") else "attention_bias") or (qwen2 and name[-6] in "qkv"):
                 block[name + ".bias"] = shape[:1]
+        if config["model_type"] == "qwen3":
+            block.update({"self_attn.q_norm.weight": (HS,), "self_attn.k_norm.weight": (HS,)})
         shapes.update({f"model.layers.{l}.{name}": shape for name, shape in block.items()})
     shapes["model.norm.weight"] = (C,)
     if not config["tie_word_embeddings"]:

@@ -5,13 +5,11 @@
  *   dinp = rstd * (g * weight - xhat * mean(g * weight * xhat))
  * shapes  qkv out dqkv (N,(NH+2*NKV)*HS) floatX, a row holding q heads, k heads, v heads; q_norm k_norm (HS) floatX or
  *         fp32; dq_norm dk_norm (HS) fp32; table, positions as in rope.cuh; scratch (qk_norm_scratch_elems(HS)) fp32
- * writes  forward out = (may be qkv: then value heads are not touched); backward dqkv: query and key heads in place,
- *         dq_norm +=, dk_norm +=
+ * writes  forward out =; backward dqkv: query and key heads in place, dq_norm +=, dk_norm +=
  * needs   HS even, on a GPU <= 256; positions within the table; HS % 8 == 0 is faster on a GPU
  * exact   fixed reduction order: same bits on every run and for any number of CPU threads. Rounded to floatX once, at
  *         the end. The backward reads what the forward read, and computes rstd again: a head is in registers anyway.
- * cost    forward 2*N*(NH+2*NKV)*HS*s bytes (in place 2*N*(NH+NKV)*HS*s), backward 3*N*(NH+NKV)*HS*s, judged against
- *         memory bandwidth
+ * cost    forward 2*N*(NH+2*NKV)*HS*s bytes, backward 3*N*(NH+NKV)*HS*s, judged against memory bandwidth
  * source  Henry et al. 2020, arXiv:2010.04245 (query-key normalization); RMSNorm of heads before rotary embedding as in
  *         Qwen3, arXiv:2505.09388. The weights' partial sums are those of norm.cuh. */
 #pragma once
@@ -50,7 +48,7 @@ template <class P> static void qk_norm_rope_forward_cpu(floatX* out, const float
         for (int h = 0; h < qk_heads(d); h++)
             qk_norm_head_forward_cpu(out + qk_at(d, n, h), qkv + qk_at(d, n, h), h < d.NH ? q_norm : k_norm, cosine, d);
         const size_t v = qk_at(d, n, qk_heads(d));
-        if (out != qkv) memcpy(out + v, qkv + v, (size_t)d.NKV * d.HS * sizeof(floatX));
+        memcpy(out + v, qkv + v, (size_t)d.NKV * d.HS * sizeof(floatX));
     }
 }
 
@@ -145,12 +143,12 @@ DEV float pairs_rstd(const float (&x)[QK_PAIRS], const float (&y)[QK_PAIRS], QkD
     return 1.0f / sqrtf(warp_sum(sum_squares) / (float)d.HS + d.eps);
 }
 
-/* A warp a head; of value heads too where they are copied. */
+/* A warp a head; those of values are copied. */
 template <bool ALIGNED, class P> static __global__ void __launch_bounds__(NORM_BLOCK)
 qk_norm_rope_forward_kernel(floatX* out, const floatX* qkv, const P* q_norm, const P* k_norm, const float* table,
                             const int* positions, QkDims d)
 {
-    const int half = d.HS / 2, per_row = qk_heads(d) + (out != qkv ? d.NKV : 0);
+    const int half = d.HS / 2, per_row = qk_heads(d) + d.NKV;
     const size_t idx = (size_t)blockIdx.x * (NORM_BLOCK / 32) + threadIdx.x / 32, n = idx / per_row;
     if (n >= (size_t)d.N) return;
     const int h = (int)(idx % per_row);
@@ -240,8 +238,7 @@ template <class P> static void qk_norm_rope_forward_launch(floatX* out, const fl
                                                            const P* k_norm, const float* table, const int* positions,
                                                            QkDims d, cudaStream_t stream)
 {
-    const size_t heads = (size_t)d.N * (qk_heads(d) + (out != qkv ? d.NKV : 0));
-    const unsigned grid = (unsigned)ceil_div(heads, NORM_BLOCK / 32);
+    const unsigned grid = (unsigned)ceil_div((size_t)d.N * (d.NH + 2 * d.NKV), NORM_BLOCK / 32);
     if (qk_is_aligned(out, qkv, q_norm, k_norm, table, d.HS))
         LAUNCH((qk_norm_rope_forward_kernel<true, P>), grid, NORM_BLOCK, 0, stream, out, qkv, q_norm, k_norm, table,
                positions, d);
@@ -282,7 +279,7 @@ template <class P> static void qk_norm_rope_forward(floatX* out, const floatX* q
                                                     int NKV, int HS, float eps, cudaStream_t stream)
 {
     const QkDims d = {N, T, NH, NKV, HS, eps};
-    OP(stream, 0, 2.0 * N * (NH + (out != qkv ? 2 : 1) * NKV) * HS * sizeof(floatX), N, NH, NKV, HS);
+    OP(stream, 0, 2.0 * N * (NH + 2 * NKV) * HS * sizeof(floatX), N, NH, NKV, HS);
     qk_norm_limits(HS);
     ON_CPU(qk_norm_rope_forward_cpu(out, qkv, q_norm, k_norm, table, positions, d));
 #ifndef DEVICE_CPU
@@ -311,12 +308,12 @@ template <class P> static void qk_norm_rope_backward(floatX* dqkv, float* dq_nor
 
 static const float QK_NORM_TEST_EPS = 1e-6f;
 
-/* dims: N, T, NH, NKV, HS, first position (with it, positions are given as in rope_test), in place */
+/* dims: N, T, NH, NKV, HS, first position (see rope_inputs) */
 template <class R> static void qk_norm_forward_ref(R* out, const R* qkv, const R* q_norm, const R* k_norm,
                                                    const int* positions, const int* d)
 {
     const int N = d[0], T = d[1], NH = d[2], NKV = d[3], HS = d[4], num_heads = NH + 2 * NKV;
-    if (out != qkv) memcpy(out, qkv, (size_t)N * num_heads * HS * sizeof(R));
+    memcpy(out, qkv, (size_t)N * num_heads * HS * sizeof(R));
     for (int i = 0; i < N * num_heads; i++) {
         const int h = i % num_heads;
         R *head = out + (size_t)i * HS, *mean = nullptr, rstd;
@@ -366,13 +363,11 @@ static size_t qk_norm_elems(const int* d) { return (size_t)d[0] * (d[2] + 2 * d[
 
 template <class P> static void qk_norm_forward_test(OpRun* run)
 {
-    const int *d = run->dims, NH = d[2], NKV = d[3], HS = d[4], in_place = d[6];
+    const int *d = run->dims, NH = d[2], NKV = d[3], HS = d[4];
     const size_t n = qk_norm_elems(d);
     QkNormTest<P> t = qk_norm_inputs<P>(run);
-    OpTensor<floatX> qkv = in_place ? op_inout<floatX>(run, "qkv", n, 0.5, 2.0)
-                                    : op_input<floatX>(run, "qkv", n, 0.5, 2.0);
-    OpTensor<floatX> out = in_place ? qkv : op_output<floatX>(run, "out", n);
-    OP_RUN(run, 2.0 * d[0] * (NH + (in_place ? 1 : 2) * NKV) * HS * sizeof(floatX), 0,
+    OpTensor<floatX> qkv = op_input<floatX>(run, "qkv", n, 0.5, 2.0), out = op_output<floatX>(run, "out", n);
+    OP_RUN(run, 2.0 * n * sizeof(floatX), 0,
            qk_norm_rope_forward(out.dev, qkv.dev, t.q_norm.dev, t.k_norm.dev, t.table, t.positions, d[0], d[1], NH, NKV,
                                 HS, QK_NORM_TEST_EPS, 0));
     qk_norm_forward_ref(out.f64, qkv.f64, t.q_norm.f64, t.k_norm.f64, t.h_positions, d);
@@ -421,14 +416,14 @@ static void qk_norm_gradient_test(OpRun* run)
 }
 
 static const OpTest qk_norm_tests[] = {
-    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {1, 1, 1, 1, 2, 0, 0}, OpWhen::ALWAYS},
-    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {6, 3, 5, 1, 16, 0, 0}, OpWhen::ALWAYS},
-    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {5, 64, 6, 2, 10, 7, 0}, OpWhen::ALWAYS},
-    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {5, 64, 3, 3, 24, 7, 1}, OpWhen::ALWAYS},
-    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {1, 2048, 4, 2, 128, 2047, 1}, OpWhen::ALWAYS},
-    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {2, 300, 2, 1, 256, 257, 0}, OpWhen::ALWAYS},
-    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {3, 5, 3, 1, 250, 0, 0}, OpWhen::ALWAYS},
-    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {1200, 600, 8, 2, 96, 0, 0}, OpWhen::LARGE},
+    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {1, 1, 1, 1, 2, 0}, OpWhen::ALWAYS},
+    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {6, 3, 5, 1, 16, 0}, OpWhen::ALWAYS},
+    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {5, 64, 6, 2, 10, 7}, OpWhen::ALWAYS},
+    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {5, 64, 3, 3, 24, 7}, OpWhen::ALWAYS},
+    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {1, 2048, 4, 2, 128, 2047}, OpWhen::ALWAYS},
+    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {2, 300, 2, 1, 256, 257}, OpWhen::ALWAYS},
+    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {3, 5, 3, 1, 250, 0}, OpWhen::ALWAYS},
+    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {1200, 600, 8, 2, 96, 0}, OpWhen::LARGE},
     {"qk_norm_rope_backward", qk_norm_backward_test<floatX>, {1, 1, 1, 1, 2, 0}, OpWhen::ALWAYS},
     {"qk_norm_rope_backward", qk_norm_backward_test<floatX>, {70, 35, 5, 1, 16, 0}, OpWhen::ALWAYS},
     {"qk_norm_rope_backward", qk_norm_backward_test<floatX>, {5, 64, 6, 2, 10, 7}, OpWhen::ALWAYS},
@@ -439,11 +434,11 @@ static const OpTest qk_norm_tests[] = {
     {"qk_norm_rope_gradient", qk_norm_gradient_test, {4, 3, 3, 1, 6, 0}, OpWhen::ALWAYS},
     {"qk_norm_rope_gradient", qk_norm_gradient_test, {3, 64, 4, 2, 16, 5}, OpWhen::ALWAYS},
 #ifndef PREC_FP32
-    {"qk_norm_rope_forward, fp32 weight", qk_norm_forward_test<float>, {5, 64, 3, 1, 24, 7, 0}, OpWhen::ALWAYS},
+    {"qk_norm_rope_forward, fp32 weight", qk_norm_forward_test<float>, {5, 64, 3, 1, 24, 7}, OpWhen::ALWAYS},
     {"qk_norm_rope_backward, fp32 weight", qk_norm_backward_test<float>, {70, 35, 5, 1, 16, 0}, OpWhen::ALWAYS},
     {"qk_norm_rope_backward, fp32 weight", qk_norm_backward_test<float>, {9, 64, 6, 2, 10, 7}, OpWhen::ALWAYS},
 #endif
-    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {8192, 2048, 16, 8, 128, 0, 0}, OpWhen::BENCH},
+    {"qk_norm_rope_forward", qk_norm_forward_test<floatX>, {8192, 2048, 16, 8, 128, 0}, OpWhen::BENCH},
     {"qk_norm_rope_backward", qk_norm_backward_test<floatX>, {8192, 2048, 16, 8, 128, 0}, OpWhen::BENCH},
 };
 

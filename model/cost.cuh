@@ -131,10 +131,20 @@ static void cost_drop(CostWalk* w)
     if (w->m->dropout > 0) cost_add(w, "dropout", 0, ELEM * 2 * (double)w->N * w->m->config.C);
 }
 
-static void cost_rope(CostWalk* w, const char* op)
+static void cost_heads_forward(CostWalk* w)
 {
     const Config* c = &w->m->config;
-    if (is_rotary(c)) cost_add(w, op, 0, ELEM * 2 * (double)w->N * (c->NH + c->NKV) * c->HS);
+    double heads = (double)w->N * c->HS, rotated = c->NH + c->NKV;
+    if (c->qk_norm) cost_add(w, "qk_norm_rope_forward", 0, ELEM * 2 * heads * (rotated + c->NKV));
+    else if (is_rotary(c)) cost_add(w, "rope_forward", 0, ELEM * 2 * heads * rotated);
+}
+
+static void cost_heads_backward(CostWalk* w)
+{
+    const Config* c = &w->m->config;
+    double rotated = (double)w->N * c->HS * (c->NH + c->NKV);
+    if (c->qk_norm) cost_add(w, "qk_norm_rope_backward", 0, ELEM * 3 * rotated);
+    else if (is_rotary(c)) cost_add(w, "rope_backward", 0, ELEM * 2 * rotated);
 }
 
 static void cost_attention_part(CostWalk* w)
@@ -142,7 +152,7 @@ static void cost_attention_part(CostWalk* w)
     const Config* c = &w->m->config;
     double N = (double)w->N, Q = (double)config_dim(c, Dim::Q), QKV = (double)config_dim(c, Dim::QKV);
     cost_linear_forward(w, "qkv", N, c->C, QKV);
-    cost_rope(w, "rope_forward");
+    cost_heads_forward(w);
     cost_add(w, "attention_forward", 2 * N * Q * (w->m->T + 1), ELEM * N * (QKV + Q) + 4 * N * c->NH);
 }
 
@@ -190,6 +200,7 @@ static void cost_block_restore(CostWalk* w)
     if (level == Recompute::NONE || level == Recompute::BLOCKS) return;
     for (int norm = 0; norm < 2; norm++) cost_norm_forward(w, false);
     if (level >= Recompute::ATTENTION) cost_attention_part(w);
+    else if (w->m->config.qk_norm) cost_heads_forward(w);
     if (level >= Recompute::MLP) cost_mlp_part(w);
     else if (is_gated(&w->m->config)) cost_swiglu_forward(w);
 }
@@ -213,7 +224,7 @@ static void cost_block_backward(CostWalk* w)
     cost_drop(w);
     cost_linear_backward(w, "attproj", PROJ_WEIGHT, N, Q, C);
     cost_add(w, "attention_backward", 5 * N * Q * (w->m->T + 1), ELEM * 2 * N * (QKV + Q) + 4 * N * c->NH);
-    cost_rope(w, "rope_backward");
+    cost_heads_backward(w);
     cost_linear_backward(w, "qkv", QKV_WEIGHT, N, C, QKV);
     cost_norm_backward(w);
 }

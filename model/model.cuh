@@ -5,6 +5,7 @@
  *   LLaMA      RMSNorm    rotary      gated by SiLU   as config says    (out, in)     as config says
  *   Mistral    as LLaMA                               none
  *   Qwen2      as LLaMA                               of q, k and v
+ *   Qwen3      as LLaMA, with the norm of query and key heads before their rotation
  *   Arcee      RMSNorm    rotary      squared ReLU    as config says    (out, in)     as config says
  * GPT-2: Radford et al. 2019; LLaMA: Touvron et al. 2023.
  *
@@ -26,6 +27,7 @@
 #include "kernels/embedding.cuh"
 #include "kernels/layernorm.cuh"
 #include "kernels/matmul.cuh"
+#include "kernels/qk_norm.cuh"
 #include "kernels/rmsnorm.cuh"
 #include "kernels/swiglu.cuh"
 #include "shapes.cuh"
@@ -41,6 +43,7 @@ static size_t config_dim(const Config* c, Dim d)
     case Dim::Q: return (size_t)c->NH * c->HS;
     case Dim::KV: return (size_t)c->NKV * c->HS;
     case Dim::QKV: return (size_t)(c->NH + 2 * c->NKV) * c->HS;
+    case Dim::HS: return c->HS;
     case Dim::F: return c->F;
     case Dim::GATE: return c->mlp == Mlp::GATED ? c->F : 0;
     case Dim::ONE: break;
@@ -55,6 +58,7 @@ static bool config_has(const Config* c, Row row)
     case WPE: return c->positions == Positions::LEARNED;
     case NORM_1_BIAS: case NORM_2_BIAS: case NORM_F_BIAS: return c->norm == Norm::LAYER;
     case QKV_BIAS: return c->qkv_bias;
+    case Q_NORM_WEIGHT: case K_NORM_WEIGHT: return c->qk_norm;
     case PROJ_BIAS: return c->proj_bias;
     case FC_BIAS: case FCPROJ_BIAS: return c->mlp_bias;
     case LM_HEAD: return !c->tied;
@@ -111,8 +115,8 @@ static bool row_is_in_gemm(const Config* c, Row row)
 {
     switch (row) {
     case WTE: return c->tied;
-    case WPE: case NORM_1_WEIGHT: case NORM_1_BIAS: case NORM_2_WEIGHT: case NORM_2_BIAS: case NORM_F_WEIGHT:
-    case NORM_F_BIAS: return false;
+    case WPE: case NORM_1_WEIGHT: case NORM_1_BIAS: case Q_NORM_WEIGHT: case K_NORM_WEIGHT: case NORM_2_WEIGHT:
+    case NORM_2_BIAS: case NORM_F_WEIGHT: case NORM_F_BIAS: return false;
     case QKV_WEIGHT: case QKV_BIAS: case PROJ_WEIGHT: case PROJ_BIAS: case FC_WEIGHT: case FC_BIAS: case FCPROJ_WEIGHT:
     case FCPROJ_BIAS: case LM_HEAD: case NUM_ROWS: break;
     }
@@ -155,7 +159,7 @@ static bool name_fits(const char* item, const char* name)
 }
 
 /* --fp32-tensors: marks what fits one of the names of `list`, comma-separated. What is stored as one matrix, and
- * weight and bias of a norm, are kept in the same way. */
+ * weight and bias of a norm, norms of q and k, are kept in the same way. */
 static void tensors_keep_fp32(Tensor* tensors, int num_tensors, const char* list)
 {
     char *items = strdup(list), *rest;
@@ -175,7 +179,7 @@ static void tensors_keep_fp32(Tensor* tensors, int num_tensors, const char* list
     free(items);
     for (Tensor* t = tensors + 1; t < tensors + num_tensors; t++) {
         bool is_norm_bias = t->row == NORM_1_BIAS || t->row == NORM_2_BIAS || t->row == NORM_F_BIAS;
-        if ((t->joined || is_norm_bias) && t->fp32 != t[-1].fp32)
+        if ((t->joined || is_norm_bias || t->row == K_NORM_WEIGHT) && t->fp32 != t[-1].fp32)
             die_usage("--fp32-tensors: %s and %s go together: give both or neither", t[-1].name, t->name);
     }
 }
@@ -239,7 +243,8 @@ static bool model_rounds_fp32(const Shard* s, const Config* c)
  * recomputed. Activation checkpointing: Chen et al. 2016, arXiv:1604.06174. */
 enum class Recompute {
     NONE,
-    CHEAP,        // the outputs of the norms, and of SwiGLU, are recomputed: no GEMM (GELU is part of one)
+    CHEAP,        // the outputs of the norms (those of q and k are rotated), and of SwiGLU, are recomputed: no GEMM
+                  // (GELU is part of one)
     MLP,          // and the first GEMM of the MLP
     ATTENTION,    // and q, k, v and the attention: kept are the two places of the residual stream
     BLOCKS,       // all but the input of every segment_layers-th block; that many blocks are recomputed at a time
@@ -252,7 +257,8 @@ enum class Recompute {
     A(float, norm_1_mean, c->norm == Norm::LAYER, kept_always(m, layer)) \
     A(float, norm_1_rstd, 1, kept_always(m, layer)) \
     A(floatX, norm_1, c->C, kept(m, layer, Recompute::CHEAP)) \
-    A(floatX, qkv, config_dim(c, Dim::QKV), kept(m, layer, Recompute::ATTENTION))   /* rotated where it is rotary */ \
+    A(floatX, qkv_linear, c->qk_norm ? config_dim(c, Dim::QKV) : 0, kept(m, layer, Recompute::ATTENTION)) /* of the GEMM */ \
+    A(floatX, qkv, config_dim(c, Dim::QKV), kept(m, layer, c->qk_norm ? Recompute::CHEAP : Recompute::ATTENTION)) /* of attention */ \
     A(floatX, att, config_dim(c, Dim::Q), kept(m, layer, Recompute::ATTENTION))     /* heads side by side */ \
     A(float, att_lse, c->NH, kept(m, layer, Recompute::ATTENTION))     /* (B,NH,T) */ \
     A(floatX, residual_2, c->C, kept(m, layer, Recompute::BLOCKS))     /* after attention */ \
@@ -433,6 +439,7 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     plan_add(plan, "logits", D, &m->logits, logits_elems(m, N));
     for (int** p : {&m->tokens, &m->targets}) plan_add(plan, "tokens", D, p, N);
     size_t scratch = max_size(norm_scratch_elems(c), attention_scratch_elems(B, T, c->NH, c->HS));
+    if (c->qk_norm) scratch = max_size(scratch, qk_norm_scratch_elems(c->HS));
     scratch = max_size(scratch, matmul_scratch_elems((int)max_size(QKV, FC)));
     plan_add(plan, "scratch of the kernels", D, &m->scratch, scratch);
     if (!training) return;
@@ -572,16 +579,37 @@ typedef struct Attend {
 /* GEMMs take padded rows: each number of rows is a plan of cuBLASLt's. Rows from N on are idle. */
 typedef struct Rows { int N, padded; } Rows;
 
+/* What the QKV GEMM writes: qkv itself, in which q and k are rotated in place, or with qk_norm what the backward of
+ * that norm reads. */
+static floatX* qkv_linear(const Model* m, const Block* a) { return m->config.qk_norm ? a->qkv_linear : a->qkv; }
+
+/* Query and key heads as attention reads them: a->qkv with norm and rotary embedding, where the model has them. */
+static void heads_forward(const Model* m, int unit, const Block* a, const int* positions, int N, int T)
+{
+    const Config* c = &m->config;
+    const int NH = c->NH, NKV = c->NKV, HS = c->HS;
+    cudaStream_t stream = m->zero->compute;
+    const float *q_norm = model_param_fp32(m, unit, Q_NORM_WEIGHT), *k_norm = model_param_fp32(m, unit, K_NORM_WEIGHT);
+    if (q_norm != nullptr)
+        qk_norm_rope_forward(a->qkv, a->qkv_linear, q_norm, k_norm, m->rope, positions, N, T, NH, NKV, HS, c->eps,
+                             stream);
+    else if (c->qk_norm)
+        qk_norm_rope_forward<floatX>(a->qkv, a->qkv_linear, model_param(m, unit, Q_NORM_WEIGHT),
+                                     model_param(m, unit, K_NORM_WEIGHT), m->rope, positions, N, T, NH, NKV, HS,
+                                     c->eps, stream);
+    else if (is_rotary(c))
+        rope_forward(a->qkv, m->rope, positions, N, T, NH + NKV, NH + 2 * NKV, HS, stream);
+}
+
 /* norm_1 -> qkv, att. */
 static void attention_part(const Model* m, int layer, const Block* a, const Attend* at, Rows rows)
 {
     const Config* c = &m->config;
     cudaStream_t stream = m->zero->compute;
-    const int N = rows.N, NH = c->NH, NKV = c->NKV, HS = c->HS;
+    const int N = rows.N, NH = c->NH, NKV = c->NKV, HS = c->HS, unit = unit_block(c, layer);
     const float scale = 1.0f / sqrtf((float)HS);
-    linear_forward(m, unit_block(c, layer), QKV_WEIGHT, a->qkv, a->norm_1, rows.padded, c->C,
-                   (int)config_dim(c, Dim::QKV));
-    if (is_rotary(c)) rope_forward(a->qkv, m->rope, at->positions, N, at->T, NH + NKV, NH + 2 * NKV, HS, stream);
+    linear_forward(m, unit, QKV_WEIGHT, qkv_linear(m, a), a->norm_1, rows.padded, c->C, (int)config_dim(c, Dim::QKV));
+    heads_forward(m, unit, a, at->positions, N, at->T);
     if (at->keys == nullptr) {
         attention_forward(a->att, a->att_lse, m->scratch, a->qkv, at->B, at->T, NH, NKV, HS, scale, stream,
                           model_dropout(m, DROPOUT_ATTENTION, layer));
@@ -633,6 +661,7 @@ static void block_restore(Model* m, int layer, int B, int T)
     Phase before = phase_begin(Phase::RECOMPUTE);
     norm_forward(m, unit, NORM_1_WEIGHT, nullptr, a.norm_1, a.norm_1_mean, a.norm_1_rstd, a.residual, nullptr, N);
     if (m->recompute >= Recompute::ATTENTION) attention_part(m, layer, &a, &at, Rows{N, N});
+    else if (c->qk_norm) heads_forward(m, unit, &a, nullptr, N, T);
     norm_forward(m, unit, NORM_2_WEIGHT, nullptr, a.norm_2, a.norm_2_mean, a.norm_2_rstd, a.residual_2, nullptr, N);
     if (m->recompute >= Recompute::MLP) mlp_part(m, unit, &a, Rows{N, N});
     else if (is_gated(c)) swiglu_forward(a.fc_act, a.fc, N, c->F, m->zero->compute);
@@ -682,6 +711,25 @@ static void linear_backward(const Model* m, int unit, int row, floatX* dinp, con
     matmul_backward_input(dinp, dout, model_param(m, unit, row), N, IC, OC, m->config.layout, false, m->zero->compute);
 }
 
+/* m->dqkv: from the gradient of what heads_forward leaves to that of what the GEMM left. */
+static void heads_backward(const Model* m, int unit, const Block* a, int N, int T)
+{
+    const Config* c = &m->config;
+    const int NH = c->NH, NKV = c->NKV, HS = c->HS;
+    cudaStream_t stream = m->zero->compute;
+    float *dq_norm = model_grad(m, unit, Q_NORM_WEIGHT), *dk_norm = model_grad(m, unit, K_NORM_WEIGHT);
+    const float *q_norm = model_param_fp32(m, unit, Q_NORM_WEIGHT), *k_norm = model_param_fp32(m, unit, K_NORM_WEIGHT);
+    if (q_norm != nullptr)
+        qk_norm_rope_backward(m->dqkv, dq_norm, dk_norm, m->scratch, a->qkv_linear, q_norm, k_norm, m->rope, nullptr,
+                              N, T, NH, NKV, HS, c->eps, stream);
+    else if (c->qk_norm)
+        qk_norm_rope_backward<floatX>(m->dqkv, dq_norm, dk_norm, m->scratch, a->qkv_linear,
+                                      model_param(m, unit, Q_NORM_WEIGHT), model_param(m, unit, K_NORM_WEIGHT),
+                                      m->rope, nullptr, N, T, NH, NKV, HS, c->eps, stream);
+    else if (is_rotary(c))
+        rope_backward(m->dqkv, m->rope, nullptr, N, T, NH + NKV, NH + 2 * NKV, HS, stream);
+}
+
 /* Gradient through block `layer`: m->dresidual (N,C) goes in as the gradient of its output, and out as that of its
  * input. */
 static void block_backward(Model* m, int layer, int B, int T)
@@ -708,7 +756,7 @@ static void block_backward(Model* m, int layer, int B, int T)
     linear_backward(m, unit, PROJ_WEIGHT, m->dnorm, dbranch, a.att, N, Q, C);
     attention_backward(m->dqkv, m->scratch, m->dnorm, a.att, a.att_lse, a.qkv, B, T, c->NH, c->NKV, c->HS,
                        1.0f / sqrtf((float)c->HS), stream, model_dropout(m, DROPOUT_ATTENTION, layer));
-    if (is_rotary(c)) rope_backward(m->dqkv, m->rope, nullptr, N, T, c->NH + c->NKV, c->NH + 2 * c->NKV, c->HS, stream);
+    heads_backward(m, unit, &a, N, T);
     linear_backward(m, unit, QKV_WEIGHT, m->dnorm, m->dqkv, a.norm_1, N, C, QKV);
     norm_backward(m, unit, NORM_1_WEIGHT, a.residual, a.norm_1_mean, a.norm_1_rstd, N);
 }

@@ -31,6 +31,7 @@ typedef struct Config {
     Layout layout;          // of the weights of a block; the head's is (out, in) always
     bool tied;              // head = wte
     bool qkv_bias, proj_bias, mlp_bias;
+    bool qk_norm;           // of each query and key head, before rotary embedding
     float pdrop;            // dropout that config.json names; printed, not applied
     int bos;                // the token that begins a text, of a preset; -1: none
     int eos[CONFIG_MAX_EOS], num_eos;    // those that end one
@@ -91,6 +92,13 @@ static void qwen2_axes(Config* c)
 {
     llama_axes(c);
     c->qkv_bias = true;
+}
+
+static void qwen3_axes(Config* c)
+{
+    llama_axes(c);
+    c->HS = 128;
+    c->qk_norm = true;
 }
 
 static void arcee_axes(Config* c)
@@ -179,7 +187,7 @@ static void read_llama_keys(Config* c, const cJSON* j, const char* path)
     c->L = (int)json_int(j, "num_hidden_layers", 1, 1 << 12, path);
     c->NH = (int)json_int(j, "num_attention_heads", 1, 1 << 12, path);
     c->NKV = (int)json_int_or(j, "num_key_value_heads", c->NH, 1, 1 << 12, path);
-    c->HS = (int)json_int_or(j, "head_dim", 0, 1, 1 << 12, path);
+    c->HS = (int)json_int_or(j, "head_dim", c->HS, 1, 1 << 12, path);
     c->F = (int)json_int(j, "intermediate_size", 1, 1 << 24, path);
     c->context = (int)json_int(j, "max_position_embeddings", 1, 1 << 24, path);
     c->eps = json_float_or(j, "rms_norm_eps", c->eps, 0, 1, path);
@@ -207,6 +215,12 @@ static void qwen2_read(Config* c, const cJSON* j, const char* path)
 {
     read_llama_keys(c, j, path);
     ENSURE(!json_bool_or(j, "use_sliding_window", false, path), "%s: use_sliding_window is not there yet", path);
+}
+
+static void qwen3_read(Config* c, const cJSON* j, const char* path)
+{
+    qwen2_read(c, j, path);
+    c->qkv_bias = c->proj_bias = json_bool_or(j, "attention_bias", false, path);
 }
 
 /* By its first name. */
@@ -251,6 +265,7 @@ static const Family families[] = {
     {"llama", "LlamaForCausalLM", FAMILY_TENSORS(llama_tensors), llama_axes, llama_read, llama_write, nullptr},
     {"mistral", "MistralForCausalLM", FAMILY_TENSORS(llama_tensors), llama_axes, mistral_read, llama_write, nullptr},
     {"qwen2", "Qwen2ForCausalLM", FAMILY_TENSORS(llama_tensors), qwen2_axes, qwen2_read, llama_write, nullptr},
+    {"qwen3", "Qwen3ForCausalLM", FAMILY_TENSORS(llama_tensors), qwen3_axes, qwen3_read, llama_write, nullptr},
     {"arcee", "ArceeForCausalLM", FAMILY_TENSORS(llama_tensors), arcee_axes, llama_read, llama_write, nullptr},
 };
 
@@ -269,9 +284,6 @@ static Config config_family(const char* model_type, const char* from)
 }
 
 // --------------------------------------------------------------------------------------------------------- presets
-#define PRESETS "gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 " \
-    "llama-60m llama-1b llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b"
-
 /* The published shapes, and the ids that begin and end a text in the published vocabulary. V 0: that of the data.
  * llama-60m is the small one of Zhao et al. 2024 (GaLore), llama-1b TinyLlama. */
 typedef struct {
@@ -292,7 +304,21 @@ static const Preset presets[] = {
     {"llama3-8b",    "llama", 128256, 128000, 128001,  4096, 32, 32,  8, 14336,   8192, 1e-5, 500000, false},
     {"qwen2.5-0.5b", "qwen2", 151936, 151643, 151643,   896, 24, 14,  2,  4864,  32768, 1e-6, 1e6,    true},
     {"qwen2.5-1.5b", "qwen2", 151936, 151643, 151643,  1536, 28, 12,  2,  8960, 131072, 1e-6, 1e6,    true},
+    {"qwen3-0.6b",   "qwen3", 151936, 151643, 151645,  1024, 28, 16,  8,  3072,  40960, 1e-6, 1e6,    true},
+    {"qwen3-1.7b",   "qwen3", 151936, 151643, 151645,  2048, 28, 16,  8,  6144,  40960, 1e-6, 1e6,    true},
+    {"qwen3-4b",     "qwen3", 151936, 151643, 151645,  2560, 36, 32,  8,  9728,  40960, 1e-6, 1e6,    true},
+    {"qwen3-8b",     "qwen3", 151936, 151643, 151645,  4096, 36, 32,  8, 12288,  40960, 1e-6, 1e6,    false},
+    {"qwen3-14b",    "qwen3", 151936, 151643, 151645,  5120, 40, 40,  8, 17408,  40960, 1e-6, 1e6,    false},
+    {"qwen3-32b",    "qwen3", 151936, 151643, 151645,  5120, 64, 64,  8, 25600,  40960, 1e-6, 1e6,    false},
 };
+
+/* What -m takes beside folders, for a message. */
+static void preset_names(char (&text)[512])
+{
+    text[0] = 0;
+    for (const Preset& p : presets) snprintf(text + strlen(text), sizeof text - strlen(text), "%s ", p.name);
+    snprintf(text + strlen(text), sizeof text - strlen(text), "d2..d48");
+}
 
 /* The ids that begin and end a text, of a tokenizer or of a preset's row; one outside of the vocabulary is none. */
 static void config_set_ends(Config* c, int bos, int eos)

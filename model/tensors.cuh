@@ -3,14 +3,14 @@
  * without biases, with and without a gate. */
 #pragma once
 
-enum class Dim { ONE, V, CONTEXT, C, Q, KV, QKV, F, GATE };    // GATE: F where the MLP is gated, else 0
+enum class Dim { ONE, V, CONTEXT, C, Q, KV, QKV, HS, F, GATE };    // GATE: F where the MLP is gated, else 0
 enum class Where { EMBED, BLOCK, HEAD };
 enum class Init { NORMAL, RESIDUAL, ZERO, ONE };   // N(0, 0.02); N(0, 0.02 / sqrt(2L)); constants
 
 /* What the code calls the matrices and vectors of a unit. A bias follows its weight. */
 enum Row {
     WTE, WPE,
-    NORM_1_WEIGHT, NORM_1_BIAS, QKV_WEIGHT, QKV_BIAS, PROJ_WEIGHT, PROJ_BIAS,
+    NORM_1_WEIGHT, NORM_1_BIAS, QKV_WEIGHT, QKV_BIAS, Q_NORM_WEIGHT, K_NORM_WEIGHT, PROJ_WEIGHT, PROJ_BIAS,
     NORM_2_WEIGHT, NORM_2_BIAS, FC_WEIGHT, FC_BIAS, FCPROJ_WEIGHT, FCPROJ_BIAS,
     NORM_F_WEIGHT, NORM_F_BIAS, LM_HEAD, NUM_ROWS
 };
@@ -48,6 +48,8 @@ static const TensorRow llama_tensors[] = {
     {QKV_BIAS,      Where::BLOCK, "model.layers.%d.self_attn.q_proj.bias",           Dim::Q,    Dim::ONE, Init::ZERO},
     {QKV_BIAS,      Where::BLOCK, "model.layers.%d.self_attn.k_proj.bias",           Dim::KV,   Dim::ONE, Init::ZERO},
     {QKV_BIAS,      Where::BLOCK, "model.layers.%d.self_attn.v_proj.bias",           Dim::KV,   Dim::ONE, Init::ZERO},
+    {Q_NORM_WEIGHT, Where::BLOCK, "model.layers.%d.self_attn.q_norm.weight",         Dim::HS,   Dim::ONE, Init::ONE},
+    {K_NORM_WEIGHT, Where::BLOCK, "model.layers.%d.self_attn.k_norm.weight",         Dim::HS,   Dim::ONE, Init::ONE},
     {PROJ_WEIGHT,   Where::BLOCK, "model.layers.%d.self_attn.o_proj.weight",         Dim::C,    Dim::Q,   Init::NORMAL},
     {PROJ_BIAS,     Where::BLOCK, "model.layers.%d.self_attn.o_proj.bias",           Dim::C,    Dim::ONE, Init::ZERO},
     {NORM_2_WEIGHT, Where::BLOCK, "model.layers.%d.post_attention_layernorm.weight", Dim::C,    Dim::ONE, Init::ONE},

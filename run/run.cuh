@@ -176,11 +176,11 @@ static void batch_refuse(const Run* run)
 static void choose_model(Run* run, const char* name, int data_V)
 {
     Config* c = &run->model.config;
-    char path[4096];
+    char path[4096], presets[512];
     if (config_preset(c, name, data_V, (int)run->flags->seq_len)) return;
-    ENSURE(path_exists(name, "config.json", path),
-           "-m %s is neither a preset (" PRESETS ") nor a folder with config.json",
-           name);
+    preset_names(presets);
+    ENSURE(path_exists(name, "config.json", path), "-m %s is neither a preset (%s) nor a folder with config.json",
+           name, presets);
     config_read(c, path);
 }
 

@@ -144,22 +144,20 @@ static void traffic_llama(TrafficRun* run)
             rope_forward(qkv, table, nullptr, TRAFFIC_N, T, ROTATED, HEADS, HS, nullptr));
 }
 
-/* Out of place, in place, and backward. */
 static void traffic_qk_norm(TrafficRun* run)
 {
     const int N = 4096, T = 8, NH = 4, NKV = 2;      // as many rows as let partial sums weigh little
     for (int HS : {64, 128})
-        for (int which = 0; which < 3; which++) {
+        for (bool backward : {false, true}) {
             const size_t row = (size_t)(NH + 2 * NKV) * HS, normed = (size_t)(NH + NKV) * HS;
             floatX* qkv = traffic_tensor<floatX>(run, N * row);
-            floatX* out = which == 1 ? qkv : traffic_tensor<floatX>(run, N * row);
+            floatX* out = traffic_tensor<floatX>(run, N * row);
             floatX* weight = traffic_tensor<floatX>(run, HS, Reuse::SMALL);
             float* table = traffic_tensor<float>(run, T * HS, Reuse::SMALL);
             float* dweight = traffic_tensor<float>(run, 2 * HS, Reuse::SMALL);
             float* scratch = traffic_tensor<float>(run, qk_norm_scratch_elems(HS), Reuse::SMALL);
-            if (which < 2)
-                TRAFFIC(run, which == 0 ? "qk_norm_rope_forward" : "qk_norm_rope_forward, in place",
-                        2 * N * (which == 0 ? row : normed) * TRAFFIC_S,
+            if (!backward)
+                TRAFFIC(run, "qk_norm_rope_forward", 2 * N * row * TRAFFIC_S,
                         qk_norm_rope_forward(out, qkv, weight, weight, table, nullptr, N, T, NH, NKV, HS, 1e-6f,
                                              nullptr));
             else

@@ -1,6 +1,6 @@
 """Model folders in and out: the small files beside the weights, the tokenizer, config.json, the tokens that end a text.
 
-Where transformers is installed too, an instruct Qwen2, a Llama-3 and a GPT-2 folder are trained and opened again.
+Where transformers is installed too, instruct Qwen2 and Qwen3, Llama-3 and GPT-2 folders are trained and opened again.
 """
 import json
 import os
@@ -128,9 +128,14 @@ def test_vocab_and_merges(tmp_path):
     assert {"vocab.json", "merges.txt"} < names and "tokenizer.json" not in names
     said = train_gpt("-m", run.checkpoint(1), "--generate", "the word", "--sample-tokens", 2)
     assert said.out.startswith("the word")
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-    run = train_gpt("-m", folder, "--tokenizer", folder / "vocab.json", "--generate", "a", ok=False)
-    assert "only GPT2Tokenizer is read" in run.err
+    for idx, (name, text) in enumerate([("tokenizer_config.json", '{"tokenizer_class": "Qwen2Tokenizer"}'),
+                                        ("config.json", '{"model_type": "qwen3"}')]):
+        other = tmp_path / f"other{idx}"
+        other.mkdir()
+        tokenizer_train(V).model.save(str(other))
+        (other / name).write_text(text)
+        run = train_gpt("-m", folder, "--tokenizer", other / "vocab.json", "--generate", "a", ok=False)
+        assert "only GPT2Tokenizer is read" in run.err
 
 
 # ---- config.json --------------------------------------------------------------------------------------------------
@@ -235,7 +240,7 @@ SIZES = dict(vocab_size=V, hidden_size=16, intermediate_size=32, num_hidden_laye
              num_key_value_heads=1, max_position_embeddings=32)
 
 
-def qwen2_instruct(transformers, folder):
+def qwen2_instruct(transformers, folder, family="Qwen2", **more):
     """As Qwen2.5-Instruct: a turn ends with <|im_end|>, generation also at <|endoftext|>, which is the padding."""
     tokenizer = tokenizer_train(V - 2)
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -244,12 +249,18 @@ def qwen2_instruct(transformers, folder):
                                       eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token=None,
                                       extra_special_tokens=["<|im_start|>"], chat_template=CHAT)
     end = own.convert_tokens_to_ids("<|im_end|>")
-    config = transformers.Qwen2Config(**SIZES, tie_word_embeddings=True, bos_token_id=0, eos_token_id=end)
-    made = transformers.Qwen2ForCausalLM(config)
+    config = getattr(transformers, f"{family}Config")(**SIZES, tie_word_embeddings=True, bos_token_id=0,
+                                                     eos_token_id=end, **more)
+    made = getattr(transformers, f"{family}ForCausalLM")(config)
     made.generation_config = transformers.GenerationConfig(
         bos_token_id=0, eos_token_id=[end, 0], pad_token_id=0, do_sample=True, temperature=0.7, top_p=0.8, top_k=20,
         repetition_penalty=1.1)
     return own, made
+
+
+def qwen3(transformers, folder):
+    """With the tokenizer of Qwen2.5-Instruct."""
+    return qwen2_instruct(transformers, folder, "Qwen3", head_dim=10)
 
 
 def llama3(transformers, folder):
@@ -312,7 +323,7 @@ class Opened:
                 "config": config, "generation": generation}
 
 
-@pytest.mark.parametrize("source", [qwen2_instruct, llama3, gpt2_base, gpt2_pair])
+@pytest.mark.parametrize("source", [qwen2_instruct, qwen3, llama3, gpt2_base, gpt2_pair])
 def test_there_and_back(tmp_path, source, caplog):
     """A folder of transformers, trained two steps: checkpoint and export open with the same tokens, special tokens,
     chat template, config and generation config, and without a warning."""

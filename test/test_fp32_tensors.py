@@ -9,16 +9,16 @@ import struct
 import init
 import numpy as np
 import pytest
-from test_zero import CONFIG, LLAMA, assert_bits, batch, data, start, wide_data
+from test_zero import CONFIG, QWEN3, assert_bits, batch, data, start, wide_data
 from util import assert_sent_as_planned, built_devices, gpt2_config, model_write, moments, train_gpt, weights
 
 DEVICES = built_devices()
 IN_PRODUCTS = "c_attn,mlp,h.1.attn.c_proj"                 # 8, 10 or 12 tensors a block
-READ_IN_FP32 = {"gpt2": "wpe,ln_1,*.ln_f.*", "llama": "embed_tokens,*norm.weight", "wide": "embed_tokens,lm_head,norm"}
+READ_IN_FP32 = {"gpt2": "wpe,ln_1,*.ln_f.*", "qwen3": "embed_tokens,*norm.weight", "wide": "embed_tokens,lm_head,norm"}
 
 
 def bf16(folder, kind="gpt2", steps=4, precision="bf16"):
-    args = wide_data(folder, steps) if kind == "wide" else start(folder, {"gpt2": CONFIG, "llama": LLAMA}[kind], steps)
+    args = wide_data(folder, steps) if kind == "wide" else start(folder, {"gpt2": CONFIG, "qwen3": QWEN3}[kind], steps)
     return [*args, "-p", precision]
 
 
@@ -46,7 +46,7 @@ def test_bits_of_a_master(tmp_path, device, precision, optimizer):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "wide"])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "wide"])
 def test_stages_agree(tmp_path, device, kind):
     """Every stage: losses and norms of one rank as close as fp32 sums in another order leave them in 16 bits, bytes as
     planned; at one number of ranks the bits do not depend on stage, overlap, recomputation and bucket."""
@@ -86,8 +86,8 @@ def test_storage(tmp_path, device):
 
 def test_resume(tmp_path):
     """Stopped and resumed, the same bits; with the flag turned on or off, close. An export has the saved weights."""
-    args = [*bf16(tmp_path, "llama", 6), *batch(2, 2, 4), "-z", 3, "--save-every", 3]
-    chosen = ["--fp32-tensors", READ_IN_FP32["llama"]]
+    args = [*bf16(tmp_path, "qwen3", 6), *batch(2, 2, 4), "-z", 3, "--save-every", 3]
+    chosen = ["--fp32-tensors", READ_IN_FP32["qwen3"]]
     whole = train_gpt(*args, *chosen, ranks=2, out=tmp_path / "whole")
     saved = weights(whole.checkpoint(3))
     assert is_whole(saved["model.norm.weight"])
@@ -133,6 +133,8 @@ def test_refused(tmp_path, flags, words):
     assert run.code == 2 and words in run.complaint[0]
 
 
-def test_joined_go_together(tmp_path):
-    run = train_gpt(*bf16(tmp_path, "llama"), "--fp32-tensors", "q_proj", "-b", 2, ok=False)
-    assert run.code == 2 and "q_proj.weight and model.layers.0.self_attn.k_proj.weight go together" in run.complaint[0]
+@pytest.mark.parametrize("kind", ["proj", "norm"])
+def test_go_together(tmp_path, kind):
+    run = train_gpt(*bf16(tmp_path, "qwen3"), "--fp32-tensors", f"q_{kind}", "-b", 2, ok=False)
+    said = f"q_{kind}.weight and model.layers.0.self_attn.k_{kind}.weight go together"
+    assert run.code == 2 and said in run.complaint[0]

@@ -1,4 +1,4 @@
-"""GPT-2, LLaMA, Mistral and Qwen2 against transformers. dev/golden_llama.py made test/golden/families*.
+"""GPT-2, LLaMA, Mistral, Qwen2, Qwen3 and Arcee against transformers. dev/golden_llama.py made test/golden/families*.
 
 Losses and logits agree to 2e-5 relative, and each tensor's gradient g to 2e-5 |g| + 1e-7 |all gradients|. Where
 transformers itself is installed, folders go both ways.
@@ -61,6 +61,23 @@ def test_gradients(tmp_path, device, name, ranks, stage, micro_batch, grad_accum
         assert off <= 2e-5 * np.linalg.norm(g) + 1e-7 * norm, (key, off / np.linalg.norm(g))
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("qwen3")])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ten_steps(tmp_path, device, name, ranks, stage):
+    """Of AdamW, as PyTorch takes them; then the checkpoint is transformers' again."""
+    model, config = golden_model(tmp_path / "model", name), ABOUT["configs"][name]
+    step_B, golden = ABOUT["step_B"], json.loads((GOLDEN / "families_steps.json").read_text())[name]
+    shard_write(tmp_path / "data" / "train_000000.bin", init.tokens(10 * step_B * T + 1, 61, ABOUT["seed"]), 61)
+    run = train_gpt("-m", model, "-d", tmp_path / "data", "-z", stage, "-b", step_B // ranks, "-t", T, "-n", 10, "-l",
+                    ABOUT["lr"], *QUIET, ranks=ranks, device=device, out=tmp_path / "run", OMP_NUM_THREADS="1")
+    assert run.series("loss") == pytest.approx(golden["loss"], rel=1e-5)
+    assert run.series("norm") == pytest.approx(golden["norm"], rel=1e-5)
+    saved = safetensors_read(run.checkpoint(10) / "model.safetensors")
+    assert {key: x.shape for key, x in saved.items()} == init.llama_shapes(config)
+
+
 @pytest.mark.parametrize("change,complaint", [
     ({"model_type": "gemma"}, "gemma"), ({"hidden_act": "gelu"}, "hidden_act"),
     ({"num_key_value_heads": 2}, "3 query heads"),
@@ -70,6 +87,7 @@ def test_gradients(tmp_path, device, name, ranks, stage, micro_batch, grad_accum
     ({"rope_scaling": {"rope_type": "linear"}}, "factor"), ({"head_dim": 7}, "head size 7"),
     ({"model_type": "mistral", "sliding_window": 16}, "sliding_window"),
     ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
+    ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     ({"hidden_size": 25}, "25"), ({"hidden_size": None}, "hidden_size")])
 def test_refused_by_name(tmp_path, change, complaint):
@@ -115,7 +133,8 @@ def test_eval(tmp_path, device, name, ranks, stage, micro_batch):
 
 
 PARAMETERS = {"gpt2": 124.44, "llama-60m": 58.07, "llama-1b": 1100.05, "llama2-7b": 6738.42, "llama3-8b": 8030.26,
-              "qwen2.5-0.5b": 494.03, "qwen2.5-1.5b": 1543.71}
+              "qwen2.5-0.5b": 494.03, "qwen2.5-1.5b": 1543.71, "qwen3-0.6b": 596.05, "qwen3-1.7b": 1720.57,
+              "qwen3-4b": 4022.47, "qwen3-8b": 8190.74, "qwen3-14b": 14768.31, "qwen3-32b": 32762.12}
 
 
 @pytest.mark.parametrize("preset", PARAMETERS)
@@ -388,6 +407,17 @@ def test_export_opens(tmp_path, name):
     _, logits = transformers_model(tmp_path / "export")
     golden = safetensors_read(GOLDEN / f"families_{name}.safetensors")["logits"]
     assert logits == pytest.approx(golden, rel=2e-5, abs=2e-5 * float(abs(golden).max()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoint_opens(tmp_path, name):
+    """Folder, training, checkpoint: transformers has the logits of --prompts."""
+    model, data = golden_model(tmp_path / "model", name), golden_data(tmp_path / "data", 61, 2)
+    run = train_gpt("-m", model, "-d", data, "-z", 2, "-b", 1, "-t", T, "-n", 2, "-l", 1e-2, *QUIET, ranks=2,
+                    out=tmp_path / "run")
+    _, logits = transformers_model(run.checkpoint(2))
+    ours = logits_at(run.checkpoint(2), tmp_path, [(b, t) for b in range(B) for t in range(T)], "-b", 64)
+    assert np.array(ours).reshape(logits.shape) == pytest.approx(logits, rel=2e-5, abs=2e-5 * float(abs(logits).max()))
 
 
 @pytest.mark.parametrize("preset", ["llama-60m", "d2"])

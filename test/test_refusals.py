@@ -125,6 +125,8 @@ NAME = "transformer.h.1.mlp.c_fc.weight"
 ASK, CHOOSE = ("--generate", "ab"), ("--choices", "{d}/choices.jsonl")
 PROMPTS = ("--prompts", "{d}/prompts.jsonl")
 
+PRESETS = ("gpt2 gpt2-medium gpt2-large gpt2-xl llama-60m llama-1b llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b "
+           "qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b qwen3-32b d2..d48")
 ROWS = [
     # the command line
     usage("unknown option '--mikro-batch': did you mean --micro-batch? --help lists all", "--mikro-batch", 4),
@@ -316,9 +318,8 @@ ROWS = [
            put(CONFIG, b"\0" * 100)),
     refuse('{d}/model/config.json: line 1, column 1001: not valid JSON at "[[[[[[[[[[[[[[[[[[[[[[[["; mend it there',
            put(CONFIG, "[" * 2000)),
-    refuse("-m {d}/model is neither a preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 llama-60m llama-1b "
-           "llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b) nor a folder with config.json", remove(CONFIG)),
-    refuse('{d}/model/config.json: model_type is "gpt_neo", have gpt2, llama, mistral, qwen2, arcee',
+    refuse(f"-m {{d}}/model is neither a preset ({PRESETS}) nor a folder with config.json", remove(CONFIG)),
+    refuse('{d}/model/config.json: model_type is "gpt_neo", have gpt2, llama, mistral, qwen2, qwen3, arcee',
            config(model_type="gpt_neo")),
     refuse('{d}/model/config.json: has no key "n_embd"', config(drop="n_embd")),
     refuse('{d}/model/config.json: "n_embd" must be a whole number, is a string', config(n_embd="8")),
@@ -331,8 +332,8 @@ ROWS = [
     refuse("{d}/model/model.safetensors: tensor transformer.wte.weight has shape 31x8, config.json needs 32x8",
            config(vocab_size=V + 1)),
     refuse('{d}/model/config.json: "layer_norm_epsilon" is 2, must be 0 to 1', config(layer_norm_epsilon=2)),
-    refuse('{d}/model/config.json: activation_function is "swish", have gelu_new, gelu_pytorch_tanh, gelu, silu',
-           config(activation_function="swish")),
+    refuse('{d}/model/config.json: activation_function is "swish", have gelu_new, gelu_pytorch_tanh, gelu, silu, '
+           "relu2", config(activation_function="swish")),
     refuse("{d}/model/config.json: scale_attn_by_inverse_layer_idx true is not there yet",
            config(scale_attn_by_inverse_layer_idx=True)),
     refuse("{d}/model/config.json: 4 query heads cannot be shared out among 3 key/value heads",
@@ -345,8 +346,8 @@ ROWS = [
     refuse('{d}/model/config.json: has no key "factor"', llama(rope_scaling={"rope_type": "linear"})),
     refuse("{d}/model/config.json: head size 3 is odd: rotary embedding rotates pairs", llama(head_dim=3)),
     refuse("-t 16 is longer than the model's context of 8 positions: lower it", None, "-t", 16),
-    refuse("-m {d}/nowhere is neither a preset (gpt2 gpt2-medium gpt2-large gpt2-xl d2..d48 llama-60m llama-1b "
-           "llama2-7b llama3-8b qwen2.5-0.5b qwen2.5-1.5b) nor a folder with config.json", None, "-m", "{d}/nowhere"),
+    refuse(f"-m {{d}}/nowhere is neither a preset ({PRESETS}) nor a folder with config.json", None, "-m",
+           "{d}/nowhere"),
     # weights
     refuse("{d}/model: has no tensor transformer.h.1.mlp.c_fc.weight, which config.json needs",
            tensors(lambda t: {k: v for k, v in t.items() if k != NAME})),

@@ -326,7 +326,7 @@ def test_x_layouts(tmp_path, device, stage, ranks):
 
 
 @pytest.mark.pairwise(without=same_copies)
-@pytest.mark.parametrize("model_type,ranks,stage", [("llama", 1, 0), ("llama", 3, 2), ("qwen2", 2, 1),
+@pytest.mark.parametrize("model_type,ranks,stage", [("llama", 1, 0), ("qwen3", 3, 2), ("qwen2", 2, 1),
                                                     ("mistral", 4, 2)])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("V", [127, 128, 129, 50257, 32000, 128256])

@@ -335,10 +335,11 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_si
          "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
          "intermediate_size": 40, "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
          "tie_word_embeddings": False}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 10}
 
 
-@pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("config,stage", [(CONFIG, 0), (CONFIG, 3), (LLAMA, 0), (LLAMA, 3), (QWEN3, 3)],
+                         ids=["gpt2-0", "gpt2-3", "llama-0", "llama-3", "qwen3-3"])
 def test_recompute(tmp_path, config, stage):
     """Every level gives the bits of none, and the memory falls from level to level."""
     args = [*start(tmp_path, config, 5), *batch(2), "-z", stage]
@@ -426,9 +427,9 @@ def activations(run):
 ODD = gpt2_config(97, 18, 16, L=3, NH=3)
 
 
-@pytest.mark.parametrize("config,T", [(LLAMA, 16), (ODD, 13)], ids=["llama", "odd"])
-@pytest.mark.parametrize("precision,level",
-                         [("fp32", "attention"), ("bf16", "cheap"), ("bf16", "block"), ("fp16", "2")])
+@pytest.mark.parametrize("precision,level,config,T", [
+    *((*mode, *model) for mode in [("fp32", "attention"), ("bf16", "cheap"), ("bf16", "block"), ("fp16", "2")]
+      for model in [(LLAMA, 16), (ODD, 13)]), ("bf16", "mlp", QWEN3, 16), ("fp32", "cheap", QWEN3, 13)])
 def test_recompute_on_a_device(tmp_path, precision, level, config, T):
     """Also where a layer's rows end between two addresses that GEMMs need."""
     args = [*start(tmp_path, config, 3), *batch(2), "-p", precision, "-z", 3, "-t", T]

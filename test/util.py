@@ -212,7 +212,7 @@ def gpt2_config(V, C, T, L=1, NH=1, **more):
 def llama_config(V, C, T, L=1, NH=1, F=None, model_type="llama", **more):
     """As transformers writes it. Every key that train_gpt reads can be given in `more`."""
     architectures = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-                     "arcee": "ArceeForCausalLM"}
+                     "arcee": "ArceeForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     config = {"architectures": [architectures[model_type]], "model_type": model_type, "vocab_size": V, "hidden_size": C,
               "intermediate_size": F or 2 * C, "num_hidden_layers": L, "num_attention_heads": NH,
               "num_key_value_heads": NH, "max_position_embeddings": T, "hidden_act": "silu", "rms_norm_eps": 1e-5,
