@@ -110,7 +110,7 @@ static void environment_libraries(void)
 #endif
 #ifdef NO_NCCL
     environment_row("NCCL", "one process only: make without NO_NCCL=1", "not built in");
-#elif defined(DEVICE_CUDA)
+#elif defined(DEVICE_CUDA) && !defined(SHARE_GPU)
     int nccl = 0;
     NCCL_CHECK(ncclGetVersion(&nccl));
     environment_row("NCCL", nullptr, "%d.%d.%d", nccl / 10000, nccl / 100 % 100, nccl % 100);
