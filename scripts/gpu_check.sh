@@ -212,9 +212,9 @@ for model in gpt llama; do
     row "losses $model fp16" 20 trains_as_cpu $model fp16 2e-2
 done
 for model in gpt llama; do
-    row "bits $model twice" 20 same $model twice -r none
+    row "bits $model twice" 30 same $model twice -r none
     for level in cheap mlp attention block 2; do row "bits $model -r $level" 15 same $model "r-$level" -r $level; done
-    row "bits $model resumed" 20 resumed $model
+    row "bits $model resumed" 30 resumed $model
     for stage in 1 2 3; do row "bits $model -z $stage" 15 same $model "z$stage" -z $stage; done
     row "bits $model --offload" 15 same $model offload -z 3 --offload optimizer,gradients,parameters
     row "bits $model --overlap 0" 15 same $model overlap --overlap 0
@@ -229,7 +229,7 @@ if command -v mpirun > /dev/null; then
         row "losses gpt fp32, $ranks ranks" 30 with_ranks $ranks trains_as_cpu gpt fp32 1e-5
         row "losses gpt bf16, $ranks ranks" 30 with_ranks $ranks trains_as_cpu gpt bf16 2e-2
         for stage in 0 1 2 3; do
-            row "bits gpt, $ranks ranks -z $stage" 25 with_ranks $ranks same gpt "z$stage" -z $stage
+            row "bits gpt, $ranks ranks -z $stage" 30 with_ranks $ranks same gpt "z$stage" -z $stage
         done
         row "bits gpt, $ranks ranks --overlap 0" 25 with_ranks $ranks same gpt overlap -z 3 --overlap 0
     done

@@ -39,7 +39,7 @@ fi
 
 # What a machine may not have; lib/usual: what almost all have, used only where it is missing.
 libraries=$(ldd "$pack"/bin/* "$pack"/openmpi/*.so | awk '$2 == "=>" { print $3 }' | sort -u)
-grep -E '/lib(cjson|pcre2|gomp|mpi|open-|openblas|mca_common|pmix|event|hwloc|munge)[^/]*$' <<< "$libraries" |
+grep -E '/lib(cjson|pcre2|gomp|mpi|open-|mca_common|pmix|event|hwloc|munge)[^/]*$' <<< "$libraries" |
     xargs -I {} cp -L {} "$pack/lib/"
 grep -E '/lib(udev|z)\.so[^/]*$' <<< "$libraries" | xargs -I {} cp -L {} "$pack/lib/usual/"
 find "$pack/bin" "$pack/lib" "$pack/openmpi" -type f -exec strip {} +
