@@ -14,8 +14,8 @@
 #include "vec.cuh"
 
 /* The tokens of a piece of wte: that of its first row, and how many. */
-typedef struct { int first, count; } TokenRange;
-static const TokenRange ALL_TOKENS = {0, INT_MAX};
+typedef struct { int first, count; double share; } TokenRange;    // share: of all ids, to estimate what is moved
+static const TokenRange ALL_TOKENS = {0, INT_MAX, 1};
 
 #ifdef DEVICE_CPU
 #include <omp.h>
@@ -190,7 +190,7 @@ template <class E, class P> static void embedding_rows(floatX* out, const int* t
                                                        const E* wte, const P* wpe, TokenRange range, int N, int T,
                                                        int C, cudaStream_t stream)
 {
-    OP(stream, 0, 2.0 * N * C * sizeof(floatX), N, C);
+    OP(stream, 0, 2.0 * N * range.share * C * sizeof(floatX), N, C);
     ON_CPU(embedding_forward_cpu(out, tokens, positions, wte, wpe, range, N, T, C));
 #ifndef DEVICE_CPU
     if (is_vec(out, C) && is_vec(wte, C) && is_vec(wpe, C))
@@ -203,10 +203,17 @@ template <class E, class P> static void embedding_rows(floatX* out, const int* t
 #endif
 }
 
+/* Of the tokens in the range as many as it has are taken to be different. */
+static double embedding_backward_bytes(bool positions, double B, double T, double C, TokenRange range)
+{
+    const double rows = B * T * range.share, different = fmin(rows, range.count);
+    return rows * C * sizeof(floatX) + 2 * (different + (positions ? T : 0)) * C * sizeof(float);
+}
+
 static void embedding_backward(float* dwte, float* dwpe, const floatX* dout, const int* tokens, int B, int T, int C,
                                cudaStream_t stream, TokenRange range = ALL_TOKENS)
 {
-    OP(stream, 0, (double)B * T * C * (sizeof(floatX) + 2 * sizeof(float)), B, T, C);
+    OP(stream, 0, embedding_backward_bytes(dwpe != nullptr, B, T, C, range), B, T, C);
     ON_CPU(embedding_backward_cpu(dwte, dwpe, dout, tokens, range, B, T, C));
 #ifndef DEVICE_CPU
     if (is_vec(dwte, C) && is_vec(dwpe, C) && is_vec(dout, C))
@@ -284,7 +291,7 @@ template <class E> static void embedding_rows_test(OpRun* run)
     OpTensor<float> dwte = op_grid<float>(run, "dwte", OpKind::INOUT, (size_t)V * C);
     const floatX* no_wpe = nullptr;
     float* no_dwpe = nullptr;
-    const TokenRange pieces[] = {{0, V / 3}, {V / 3, V - V / 3}};    // wte in two pieces
+    const TokenRange pieces[] = {{0, V / 3, 0.33}, {V / 3, V - V / 3, 0.67}};    // wte in two pieces
     const size_t second = (size_t)pieces[1].first * C;
     OP_RUN(run, 0, 0,
            (embedding_rows(out.dev, tokens.dev, nullptr, wte.dev, no_wpe, pieces[0], N, T, C, 0),

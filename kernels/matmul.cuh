@@ -366,6 +366,12 @@ static __global__ void matmul_backward_bias_add_kernel(float* dbias, const float
 /* What a GEMM moves at least: two operands in, a result out. */
 static double matmul_bytes(double N, double IC, double OC) { return (N * IC + IC * OC + N * OC) * sizeof(floatX); }
 
+/* And what the activation adds, on n elements: as an epilogue its argument, as a pass of its own all its operands. */
+static double matmul_act_bytes(Activation kind, double n, int num_operands)
+{
+    return (activation_epilogue(kind) == Epilogue::NONE ? num_operands : 1) * n * sizeof(floatX);
+}
+
 static void matmul_forward(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias, int N, int IC,
                            int OC, Layout layout, cudaStream_t stream)
 {
@@ -384,7 +390,7 @@ static void matmul_forward(floatX* out, const floatX* inp, const floatX* weight,
 static void matmul_forward_act(floatX* out, floatX* pre, const floatX* inp, const floatX* weight, const floatX* bias,
                                 int N, int IC, int OC, Layout layout, Activation kind, cudaStream_t stream)
 {
-    OP(stream, 2.0 * N * IC * OC, matmul_bytes(N, IC, OC) + 1.0 * N * OC * sizeof(floatX), N, IC, OC);
+    OP(stream, 2.0 * N * IC * OC, matmul_bytes(N, IC, OC) + matmul_act_bytes(kind, 1.0 * N * OC, 2), N, IC, OC);
 #ifndef DEVICE_CPU
     const MatmulEpilogue add_bias_act = {CUBLASLT_EPILOGUE_GELU_AUX_BIAS, bias, pre};
     if (activation_epilogue(kind) == Epilogue::GELU && bias != nullptr &&
@@ -409,7 +415,7 @@ static void matmul_backward_input(floatX* dinp, const floatX* dout, const floatX
 static void matmul_backward_input_act(floatX* dpre, const floatX* dout, const floatX* weight, const floatX* pre, int N,
                                        int IC, int OC, Layout layout, Activation kind, cudaStream_t stream)
 {
-    OP(stream, 2.0 * N * IC * OC, matmul_bytes(N, IC, OC) + 1.0 * N * IC * sizeof(floatX), N, IC, OC);
+    OP(stream, 2.0 * N * IC * OC, matmul_bytes(N, IC, OC) + matmul_act_bytes(kind, 1.0 * N * IC, 3), N, IC, OC);
 #ifndef DEVICE_CPU
     const MatmulEpilogue derivative = {CUBLASLT_EPILOGUE_DGELU, nullptr, pre};
     if (activation_epilogue(kind) == Epilogue::GELU &&

@@ -319,10 +319,12 @@ static void values_sum(Values dst, Values pieces, int num_pieces, size_t n, bool
 }
 static void values_convert(Values dst, Values src, size_t n, cudaStream_t stream)
 {
+    OP(stream, 0, n * (value_bytes(dst) + value_bytes(src)), n);
     values_sum(dst, src, 1, n, false, stream);
 }
 static void values_add(Values dst, Values src, size_t n, cudaStream_t stream)
 {
+    OP(stream, 0, n * (2 * value_bytes(dst) + value_bytes(src)), n);
     values_sum(dst, src, 1, n, true, stream);
 }
 
@@ -330,6 +332,7 @@ static void values_add(Values dst, Values src, size_t n, cudaStream_t stream)
 static void weights_round(floatX* weights, const float* master, size_t n, cudaStream_t stream)
 {
     if (n == 0) return;
+    OP(stream, 0, (double)n * (sizeof(floatX) + sizeof(float)), n);
     ON_CPU(weights_round_cpu(weights, master, n));
 #ifndef DEVICE_CPU
     if ((uintptr_t)weights % (4 * sizeof(floatX)) == 0 && (uintptr_t)master % 16 == 0)

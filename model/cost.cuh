@@ -311,17 +311,17 @@ static void cost_times(CostWalk* w, Part part, double times, void (*add)(CostWal
 static void cost_first_block(CostWalk* w) { cost_block_forward(w, true); }
 static void cost_next_block(CostWalk* w) { cost_block_forward(w, false); }
 
-/* model_train_micro. Of the tokens as many as there are rows are taken to be different. */
+/* model_train_micro. */
 static void cost_micro(CostWalk* w)
 {
     const Model* m = w->m;
     const Config* c = &m->config;
-    double N = (double)w->N, C = c->C, pieces = c->num_pieces;
+    double N = (double)w->N, C = c->C;
     double segments = 0, restored = m->recompute == Recompute::BLOCKS ? 0 : c->L - 1;
     for (int layer = 0; layer < c->L; layer++) segments += recomputes_segment(m, layer);
     w->part = Part::FORWARD;
     for (int piece = 0; piece < (m->chunks_vocab ? c->num_pieces : 1); piece++)
-        cost_add(w, "embedding_rows", 0, piece == 0 ? ELEM * 2 * N * C : 0);
+        cost_add(w, "embedding_rows", 0, ELEM * 2 * N * C * (m->chunks_vocab ? piece_tokens(c, piece).share : 1));
     cost_drop(w);
     cost_times(w, Part::FORWARD, 1, cost_first_block);
     cost_times(w, Part::FORWARD, c->L - 1, cost_next_block);
@@ -338,9 +338,9 @@ static void cost_micro(CostWalk* w)
     cost_times(w, Part::RECOMPUTE, restored, cost_block_restore);
     cost_times(w, Part::BACKWARD, c->L, cost_block_backward);
     cost_drop(w);
-    double positions = c->positions == Positions::LEARNED ? 8.0 * m->T * C : 0;
     for (int piece = 0; piece < c->num_pieces; piece++)
-        cost_add(w, "embedding_backward", 0, (ELEM * N * C + 8 * fmin(N, c->V) * C + positions) / pieces);
+        cost_add(w, "embedding_backward", 0, embedding_backward_bytes(config_has(c, WPE), m->B, m->T, C,
+                                                                      piece_tokens(c, piece)));
 }
 
 /* Gradients: cleared, summed over micro-steps in another type, and made what is sent. */

@@ -66,7 +66,8 @@ static void segment_forward(Model* m, int layer, int B, int T)
 
 static TokenRange piece_tokens(const Config* c, int piece)
 {
-    return TokenRange{piece * c->piece_rows, piece_columns(c, piece)};
+    const int columns = piece_columns(c, piece);
+    return TokenRange{piece * c->piece_rows, columns, (double)columns / c->VP};
 }
 
 /* embedding_rows with wte, of `unit`, and wpe as they are kept. */

@@ -151,6 +151,87 @@ def test_head_rows_of_a_chunked_vocabulary(tmp_path):
     assert plan_rows(out)["logits"] == pytest.approx(8192 * 42752 * 2 / 2**20, abs=0.1)
 
 
+# ---- what a run records -------------------------------------------------------------------------------------------
+# All of them together have every operation of the plan. A vocabulary of whole rows of 64, since padding is planned and
+# not updated.
+RECORDED = [(family, 1, [*flags, "-p", "bf16"]) for family, flags in RUNS] + [
+    ("gpt2", 1, ["-g", 2, "--dropout", 0.1]), ("gpt2", 2, ["-z", 2, "-g", 2, "--optimizer", "lamb"]),
+    ("llama", 2, ["-z", 3, "-r", 2]), ("llama", 1, ["-r", "cheap", "--optimizer", "adagrad"]),
+    ("arcee", 1, ["-r", "mlp"]), ("arcee", 2, ["-z", 1, "-r", "attention", "--optimizer", "muon"]),
+    ("gelu", 1, ["-r", "cheap", "-p", "bf16", "--fp32-tensors", "wte"]),
+    ("untied", 2, ["-z", 3, "-p", "bf16", "-g", 2, "--optimizer", "lion"]),
+    ("qwen3", 1, ["-r", "cheap"]), ("qwen3", 2, ["-z", 2, "-p", "bf16", "-g", 2, "--comm-dtype", "bf16"]),
+]
+# On the host, or a few numbers; of communication the plan has the bytes sent.
+SMALL = {"load_batch", "nonfinite_find", "step_state_update", "reduce_gradients", "gather_parameters", "move_matrices"}
+# Rows of the plan that a run records as part of the operation which launches them.
+PART_OF = {"activation_forward": "matmul_forward_act", "activation_backward": "matmul_backward_input_act"}
+
+
+def recorded_models(V):
+    small = dict(L=L, NH=NH)
+    return {"gpt2": gpt2_config(V, C, T, **small), "gelu": gpt2_config(V, C, T, activation_function="gelu", **small),
+            "llama": llama_config(V, C, T, F=F_LLAMA, num_key_value_heads=2, **small),
+            "untied": llama_config(16 * V, C, T, F=F_LLAMA, **small),      # its vocabulary is chunked at stage 3
+            "qwen3": llama_config(V, C, T, F=F_LLAMA, model_type="qwen3", num_key_value_heads=2, head_dim=32, **small),
+            "arcee": llama_config(V, C, T, F=F_LLAMA, model_type="arcee", hidden_act="relu2", mlp_bias=True, **small)}
+
+
+def by_operation(rows):
+    """{(phase, operation): [calls, flops, bytes]}; phases are the update, recomputation, and all else."""
+    found = {}
+    for phase, op, calls, *figures in rows:
+        key = phase if phase in ("optimizer", "recompute") else "pass", PART_OF.get(op, op)
+        found[key] = [a + b for a, b in zip(found.get(key, [0, 0, 0]), [0 if op in PART_OF else calls, *figures])]
+    return found
+
+
+def recorded_flags(tmp_path, model, flags, B=4):
+    (tmp_path / model).mkdir(exist_ok=True)
+    (tmp_path / model / "config.json").write_text(json.dumps(recorded_models(128)[model]))
+    return ["-m", tmp_path / model, "--from-scratch", "-t", T, "-b", B, *flags]
+
+
+def plan_of(ranks, flags):
+    """[(part, operation, calls, flops, bytes)]; the head is a part of its own."""
+    run = train_gpt("--plan", *flags, "--ranks", ranks, "-d", "none")
+    return [("head" if product == "head" else part, op, int(calls), float(gflop) * 1e9, float(mb) * 1e6)
+            for part, op, product, calls, gflop, mb in ROW.findall(run.out)]
+
+
+def test_all_operations_of_the_plan_are_recorded(tmp_path):
+    """Each launcher that model/cost.cuh names is in the plan of one of the settings."""
+    launchers = {name for path in ROOT.glob("kernels/*.cuh")
+                 for name in re.findall(r"\bstatic void (\w+)\(", path.read_text())}
+    named = set(re.findall(r'"(\w+)"', (ROOT / "model/cost.cuh").read_text())) & (launchers | {"cudaMemsetAsync"})
+    planned = {name for model, ranks, flags in RECORDED
+               for part, op, *_ in plan_of(ranks, recorded_flags(tmp_path, model, flags)) for name in (part, op)}
+    assert len(named) > 30 and named - planned == set()
+
+
+@pytest.mark.parametrize("model, ranks, flags", RECORDED,
+                         ids=lambda x: "-".join(map(str, x)) if isinstance(x, list) else x)
+def test_recorded_as_planned(tmp_path, model, ranks, flags):
+    """Every operation that a run records is planned with the same calls, flops and bytes, and the other way round."""
+    flags = recorded_flags(tmp_path, model, flags)
+    train_gpt("--bench", *flags, "-n", 2, "--bench-json", tmp_path / "bench.json", ranks=ranks, cwd=tmp_path,
+              OMP_NUM_THREADS="1")
+    planned = by_operation(plan_of(ranks, flags))
+    recorded = by_operation((row["phase"], row["op"], row["calls"], row["flops"], row["bytes"])
+                            for row in json.loads((tmp_path / "bench.json").read_text())["ops"]
+                            if row["kind"] != "communication" and row["op"] not in SMALL)
+    wrong = []
+    for phase, op in sorted(planned.keys() | recorded.keys()):
+        plans, records = (figures.get((phase, op)) for figures in (planned, recorded))
+        if plans is None or records is None:
+            wrong.append(f"{phase}: {op} is {'recorded, not planned' if plans is None else 'planned, not recorded'}")
+            continue
+        for name, a, b in zip(("calls", "flops", "bytes"), plans, records):
+            if b != pytest.approx(a, rel=1e-5):
+                wrong.append(f"{phase}: {op}: {name} planned {a:.6g}, recorded {b:.6g}")
+    assert not wrong, "\n".join(wrong)
+
+
 # ---- sizes that a plan does not walk through ----------------------------------------------------------------------
 def gathered(folder, *more):
     """MiB of parameters that a rank's step gathers at stage 3."""

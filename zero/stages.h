@@ -305,10 +305,12 @@ static void bucket_gather(Zero* z, int b)
     CommunicationScope communication(z->gather, z->comm->num_ranks > 1);
     const Buckets* buckets = &z->param_buckets;
     stream_wait(z->gather, z->compute, z->edge, "the slices are updated, and the buffer may be overwritten");
-    OP_GROUP("gather_parameters", comm_kind(z->comm), z->gather);
-    comm_group_begin(z->comm);
-    for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++) unit_gather(z, u);
-    comm_group_end(z->comm);
+    {
+        OP_GROUP("gather_parameters", comm_kind(z->comm), z->gather);
+        comm_group_begin(z->comm);
+        for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++) unit_gather(z, u);
+        comm_group_end(z->comm);
+    }
     bucket_round(z, b, z->gather);
     CUDA_CHECK(cudaEventRecord(z->params_ready[b], z->gather));
 }
@@ -491,11 +493,11 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
     if (u != buckets->first_unit[b] || (!boundary && !buffered)) return;
     stream_wait(z->reduce, z->compute, z->edge, "the bucket's gradient is complete");
     CommunicationScope communication(z->reduce, z->comm->num_ranks > 1);
-    OP_GROUP("reduce_gradients", comm_kind(z->comm), z->reduce);
     bool one_by_one = z->comm->pieces != nullptr;   // c->pieces has room for one unit
     for (int i = u; i < end; i++)
         if (unit_sent(z, i).at != z->whole_grads[i].at)
             values_convert(unit_sent(z, i), z->whole_grads[i], z->shard->units[i].range.count, z->reduce);
+    OP_GROUP("reduce_gradients", comm_kind(z->comm), z->reduce);
     if (!one_by_one) comm_group_begin(z->comm);
     for (int i = u; i < end; i++) unit_reduce(z, i, adds);
     if (!one_by_one) comm_group_end(z->comm);
