@@ -21,7 +21,8 @@ fi
 out=${OUT:-build/gpu_check}
 mkdir -p "$out"
 pack=$(realpath "$pack") out=$(realpath "$out") limit_s=${LIMIT_S:-540}
-results=$out/results.txt logs=$out/logs work=$(mktemp -d) steps=$(cat "$pack/steps")
+results=$out/results.txt logs=$out/logs work=$(mktemp -d)
+read -r steps T < "$pack/size"
 rm -rf "$results" "$logs" "$out/logs.tar.gz"
 mkdir -p "$logs"
 trap 'rm -rf "$work"' EXIT
@@ -45,7 +46,7 @@ if [ -d "$pack/openmpi" ]; then                           # the packed Open MPI 
     export OPAL_PKGDATADIR=$pack OPAL_SYSCONFDIR=$pack PMIX_MCA_pcompress_base_silence_warning=1
 fi
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_btl_vader_single_copy_mechanism=none
-export PATH=$pack/bin:$PATH:/usr/local/cuda/bin pack work steps dry
+export PATH=$pack/bin:$PATH:/usr/local/cuda/bin pack work steps T dry
 
 # ---------------------------------------------------------------- rows
 passed=0 failed=0 skipped=0
@@ -60,7 +61,8 @@ row() {
     local log="$logs/${1//[^a-zA-Z0-9.=-]/_}.log"
     shift 2
     if [ $left -lt 5 ] || [ $left -lt $((limit / 4)) ]; then skip "$name" "no time is left"; return; fi
-    timeout -k 3 $((limit < left ? limit : left)) bash -o pipefail -c '"$@"' row "$@" > "$log" 2>&1 < /dev/null
+    # Appended, so that two who write it do not overwrite each other: tee opens it once more.
+    timeout -k 3 $((limit < left ? limit : left)) bash -o pipefail -c '"$@"' row "$@" >> "$log" 2>&1 < /dev/null
     status=$?
     if [ $status = 0 ]; then
         passed=$((passed + 1))
@@ -69,8 +71,8 @@ row() {
     fi
     failed=$((failed + 1))
     line FAIL "$name" "$([ $status = 124 ] && echo "no end within $limit s" || echo "exit code $status")"
-    { grep -E '^= |FAIL|^train_gpt:|[Ee]rror' "$log" || tail -n 5 "$log"; } | head -n 40 | sed 's/^/            /' |
-        tee -a "$results"
+    { grep -E 'FAIL|^(train_gpt|emulator):|[Ee]rror' "$log" || tail -n 5 "$log"; grep '^= ' "$log"; } |
+        awk '!seen[$0]++' | head -n 40 | sed 's/^/            /' | tee -a "$results"
 }
 
 # ---------------------------------------------------------------- what the rows run
@@ -89,7 +91,7 @@ run() {
     [ "${ranks:-1}" -le 2 ] || b=1
     rm -rf "${work:?}/$name"
     "${start[@]}" train_gpt -m "$pack/models/$model" --from-scratch -d "$pack/data/small" -p "$precision" -b $b \
-        -g $((4 / b / ${ranks:-1})) -n "$steps" -l 1e-3 --warmup 2 --sample-tokens 0 -o "$work/$name" "$@"
+        -t "$T" -g $((4 / b / ${ranks:-1})) -n "$steps" -l 1e-3 --warmup 2 --sample-tokens 0 -o "$work/$name" "$@"
 }
 
 losses_of() { sed -n 's/^{"step": .*"loss": \([^,]*\),.*/\1/p' "$work/$1/log.jsonl"; }
@@ -121,8 +123,8 @@ hash_of() { grep -oE 'state hash [0-9a-f]+' | tail -n 1 | cut -d ' ' -f 3; }
 same() {
     local model=$1 name=$2 want="$work/$1${ranks:-}.hash" got
     shift 2
-    [ -s "$want" ] || run "$model-plain" "$model" bf16 | tee /dev/stderr | hash_of > "$want"
-    got=$(run "$model-$name" "$model" bf16 "$@" | tee /dev/stderr | hash_of)
+    [ -s "$want" ] || run "$model-plain" "$model" bf16 | tee -a /dev/stderr | hash_of > "$want"
+    got=$(run "$model-$name" "$model" bf16 "$@" | tee -a /dev/stderr | hash_of)
     echo "= $got, want $(cat "$want")"
     [ -n "$got" ] && [ "$got" = "$(cat "$want")" ]
 }
@@ -131,13 +133,13 @@ resumed() {
     local model=$1 want="$work/$1.hash" got
     run "$model-half" "$model" bf16 --save-every $((steps / 2)) > "$work/$model-half.txt" || return
     [ -s "$want" ] || hash_of < "$work/$model-half.txt" > "$want"
-    got=$(run_on "$model" "$work/$model-half/step_$(printf %08d $((steps / 2)))" | tee /dev/stderr | hash_of)
+    got=$(run_on "$model" "$work/$model-half/step_$(printf %08d $((steps / 2)))" | tee -a /dev/stderr | hash_of)
     echo "= $got, want $(cat "$want")"
     [ -n "$got" ] && [ "$got" = "$(cat "$want")" ]
 }
 run_on() {
-    train_gpt -m "$pack/models/$1" --resume "$2" -d "$pack/data/small" -p bf16 -b 2 -g 2 -n "$steps" -l 1e-3 \
-        --warmup 2 --sample-tokens 0
+    train_gpt -m "$pack/models/$1" --resume "$2" -d "$pack/data/small" -p bf16 -b 2 -t "$T" -g 2 -n "$steps" \
+        -l 1e-3 --warmup 2 --sample-tokens 0
 }
 
 # Dropout does not depend on anything but the seed: two runs.
@@ -164,9 +166,9 @@ traced() {
 }
 
 # Every collective, type and operation of the stand-in for NCCL: its copies and host functions.
-collectives() { launch test_nccl | tee /dev/stderr | sed -n '$ s/^/= /p'; }
+collectives() { launch test_nccl | tee -a /dev/stderr | sed -n '$ s/^/= /p'; }
 
-op_test() { "test_ops.$1" --op "$2" | tee /dev/stderr | sed -n '$ s/^/= /p'; }
+op_test() { "test_ops.$1" --op "$2" | tee -a /dev/stderr | sed -n '$ s/^/= /p'; }
 op_bench() { test_ops.bf16 --bench "$1" | sed 's/^/= /'; }
 
 torch_bench() { python3 "$pack/torch_gpt2.py" -m "$1" -b "$2" -n 10 --eager | sed 's/^/= /'; }

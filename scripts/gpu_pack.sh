@@ -80,13 +80,14 @@ util.shard_write(pack / "data/small/train_000000.bin", tokens, 500)
 END
 
 # As gpu_check.sh calls it.
-steps=20
-if [ -n "$dry" ]; then steps=4; fi
-echo $steps > "$pack/steps"
+steps=20 T=128
+if [ -n "$dry" ]; then steps=4 T=32; fi
+echo $steps $T > "$pack/size"
 for model in gpt llama; do
     for precision in fp32 bf16 fp16; do
         OMP_NUM_THREADS=1 build/cpu/train_gpt -m "$pack/models/$model" --from-scratch -d "$pack/data/small" \
-            -p $precision -b 2 -g 2 -n $steps -l 1e-3 --warmup 2 --sample-tokens 0 -o "$pack/reference/run" > /dev/null
+            -p $precision -b 2 -t $T -g 2 -n $steps -l 1e-3 --warmup 2 --sample-tokens 0 \
+            -o "$pack/reference/run" > /dev/null
         sed -n 's/^{"step": .*"loss": \([^,]*\),.*/\1/p' "$pack/reference/run/log.jsonl" \
             > "$pack/reference/$model.$precision"
         rm -r "$pack/reference/run"
