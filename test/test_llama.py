@@ -61,6 +61,23 @@ def test_gradients(tmp_path, device, name, ranks, stage, micro_batch, grad_accum
         assert off <= 2e-5 * np.linalg.norm(g) + 1e-7 * norm, (key, off / np.linalg.norm(g))
 
 
+def test_each_family_has_golden_files():
+    table = (ROOT / "model" / "shapes.cuh").read_text().split("families[] = {")[1].split("};")[0]
+    families = re.findall(r'^    \{"(\w+)", ', table, re.M)
+    assert set(families) == {config["model_type"] for config in ABOUT["configs"].values()} and len(families) >= 6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_tensor_has_a_gradient(tmp_path, name):
+    """Also one that no golden file has: what the forward uses and the backward forgets is named."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(ABOUT["configs"][name]))
+    run = train_gpt("-m", tmp_path / "model", "--from-scratch", "-d", golden_data(tmp_path / "data", 61), "-b", 2,
+                    "-t", T, "-n", 1, *QUIET, out=tmp_path / "run")
+    m, _ = moments(run.checkpoint(1))
+    assert [key for key in m if not np.any(m[key])] == []
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("qwen3")])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
