@@ -59,7 +59,7 @@ static void train(Run* run)
         char hash[32] = "";
         if (saves || hashes) snprintf(hash, sizeof hash, "%016llx", zero_state_hash(&run->zero));
         if (f->check_replicas > 0 && step % f->check_replicas == 0)
-            comm_ensure_replica(&run->comm, zero_replica_hash(&run->zero), step);
+            zero_ensure_replicas(&run->zero, step);
         if (reads) {
             finish_step(run, step, hash[0] ? hash : nullptr);
             unread = step + 1;
@@ -86,8 +86,8 @@ static void train(Run* run)
     if (!f->verbose) return;
     if (run->comm.num_ranks > 1 && run->step > 0)
         SAY("sent    communication volume of rank 0: %zu bytes, expected %zu; %zu in steps, planned per step %zu%s\n",
-            comm_sent_so_far(&run->comm), run->comm.asked_bytes, run->step_asked_bytes, sent_bytes_per_step(run),
-            run->batch_ramp.steps > 0 ? " at the end of the ramp" : "");
+            comm_sent_so_far(&run->comm), comm_asked_so_far(&run->comm), run->step_asked_bytes,
+            sent_bytes_per_step(run), run->batch_ramp.steps > 0 ? " at the end of the ramp" : "");
 #ifndef DEVICE_CUDA
     SAY("syncs   host synchronizations: %zu inside steps, %zu for a step's result, %zu others\n", run->step_waits,
         run->result_waits, comm_host_waits(&run->comm) - waits_before - run->step_waits - run->result_waits);

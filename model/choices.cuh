@@ -131,7 +131,7 @@ static ChoiceCounts choices_count(Model* m, const char* tokenizer_path, const ch
     if (!all) {
         comm_barrier_idle(comm);
         CUDA_CHECK(cudaMemcpyAsync(sums, &counts, sizeof counts, cudaMemcpyHostToDevice, m->zero->compute));
-        comm_all_reduce(comm, sums, 3, ncclFloat64, m->zero->compute);
+        comm_all_reduce(m->zero->all, sums, 3, ncclFloat64, m->zero->compute);
         CUDA_CHECK(cudaMemcpyAsync(&counts, sums, sizeof counts, cudaMemcpyDeviceToHost, m->zero->compute));
         CUDA_CHECK(cudaStreamSynchronize(m->zero->compute));
     }

@@ -360,7 +360,7 @@ static void cost_gradients(CostWalk* w)
         if (accumulates) cost_add(w, "values_sum", 0, count * (4 + kept + kept * (G - 1) / G));
         w->times = buffered ? G : 1;
         Dtype whole = accumulates ? storage.grads : Dtype::FP32;
-        if (z->comm->num_ranks > 1 && whole != storage.sent)
+        if (unit_group(z, u)->num_ranks > 1 && whole != storage.sent)
             cost_add(w, "values_convert", 0, count * (double)(dtype_bytes(whole) + dtype_bytes(storage.sent)));
     }
 }
@@ -403,9 +403,10 @@ static void cost_muon(CostWalk* w)
 {
     const Zero* z = w->m->zero;
     const Shard* s = z->shard;
-    bool shares = z->stage > 0 && s->num_ranks > 1;
+    const Group* group = z->muon->group;
+    bool shares = z->stage > 0 && group->num_ranks > 1;
     for (int idx = 0; idx < z->muon->num_tensors; idx++) {
-        if (shares && muon_rank(z, idx) != z->comm->rank) continue;
+        if (shares && muon_rank(z, idx) != group->rank) continue;
         const Tensor* t = &s->tensors[z->muon->tensors[idx]];
         double a = (double)t->shape[0], b = (double)t->shape[1] / t->num_fused, m = fmin(a, b), n = fmax(a, b);
         w->times = t->num_fused;
@@ -438,7 +439,7 @@ template <class R> static void cost_passes(CostWalk* w, int u)
     const UpdateBytes b = update_bytes(z, u);
     const bool narrow = zero_slices_grads(z) || unit_accumulates(z, u);
     const double grad = (double)dtype_bytes(narrow ? unit_storage(z, u).grads : Dtype::FP32);
-    const double slice = (double)shard_slice(z->shard, u, z->comm->rank).count;
+    const double slice = (double)unit_slice(z, u).count;
     const double all = (double)zero_owned(z, u).count, hidden = (double)zero_gap(z, u, SIZE_MAX);
     const double count = matrices ? hidden : all, rest = all - hidden;
     cost_add(w, "global_norm_accumulate", 0, grad * slice);

@@ -214,7 +214,7 @@ static void model_tensors(Shard* shard, Config* c, int num_ranks, const char* fp
         }
     }
     if (fp32_list[0] != 0) tensors_keep_fp32(tensors, n, fp32_list);
-    shard_build(shard, tensors, n, num_ranks);
+    shard_build(shard, tensors, n, &num_ranks, 1);
     c->num_fp32_units = shard->num_fp32_units;
 }
 

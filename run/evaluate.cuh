@@ -24,7 +24,7 @@ static EvalResult evaluate(Run* run)
         CUDA_CHECK(cudaEventRecord(copied, z->compute));
         model_eval_micro(&run->model, sums, run->B, run->T);
     }
-    comm_all_reduce(&run->comm, sums, 2, ncclFloat64, z->compute);
+    comm_all_reduce(z->all, sums, 2, ncclFloat64, z->compute);
     double h_sums[2];
     CUDA_CHECK(cudaMemcpyAsync(h_sums, sums, sizeof h_sums, cudaMemcpyDeviceToHost, z->compute));
     CUDA_CHECK(cudaStreamSynchronize(z->compute));

@@ -37,6 +37,7 @@ typedef struct Setting {
 typedef struct Run {
     const Flags* flags;
     Comm comm;
+    Group all;                     // of all ranks
     Device device;
     Model model;
     Decoder decoder;               // of --generate and --prompts
@@ -451,7 +452,7 @@ static void plan_run(Run* run, bool training)
                        model_rounds_fp32(&m->shard, &m->config), f->overlap != 0, strcmp(f->reduce, "step") == 0,
                        f->deterministic, (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket, f->allow_nonfinite};
-    zero_plan(&run->zero, &run->plan, &m->shard, &run->comm, &zero);
+    zero_plan(&run->zero, &run->plan, &m->shard, &run->all, 1, &zero);
     if (training && f->out[0]) saver_plan(&run->saver, &run->zero, &run->plan);
     free(persistent);
     bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
@@ -462,7 +463,7 @@ static void plan_run(Run* run, bool training)
     size_t loader_bytes = 2 * LOADER_SLOTS * (size_t)s->B * run->T * sizeof(int);
     plan_add_bytes(&run->plan, "batches, prefetched", Place::HOST, loader_bytes * (run->has_val ? 2 : 1), nullptr);
     plan_add_bytes(&run->plan, "GEMM workspace", Place::DEVICE, matmul_workspace_bytes(), nullptr);
-    plan_add_bytes(&run->plan, "communicator", Place::HOST, comm_workspace_bytes(&run->comm), nullptr);
+    plan_add_bytes(&run->plan, "communicator", Place::HOST, comm_workspace_bytes(&run->all), nullptr);
     plan_add_bytes(&run->plan, "program and libraries", Place::HOST, resident_bytes(), nullptr);
 }
 

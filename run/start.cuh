@@ -59,7 +59,7 @@ static void ensure_own_gpu(const Run* run)
  * is asked for. The collectives are NCCL's own, so that they are not counted as the run's. */
 static void libraries_start(Run* run)
 {
-    comm_init_nccl(&run->comm);
+    group_connect(&run->all);
     matmul_init();
 #ifdef DEVICE_CUDA
     const int n = 16 * run->comm.num_ranks;
@@ -69,7 +69,7 @@ static void libraries_start(Run* run)
     CUDA_CHECK(cudaMalloc(&matrix, 3 * 16 * 16 * sizeof *matrix));
     CUDA_CHECK(cudaMemset(matrix, 0, 3 * 16 * 16 * sizeof *matrix));
     matmul_forward(matrix, matrix + 256, matrix + 512, nullptr, 16, 16, 16, Layout::OUT_IN, 0);
-    comm_connect(&run->comm, sums, n / run->comm.num_ranks);
+    group_warm_up(&run->all, sums, n / run->comm.num_ranks);
     CUDA_CHECK(cudaDeviceSynchronize());
     CUDA_CHECK(cudaFree(sums));
     CUDA_CHECK(cudaFree(matrix));
@@ -95,6 +95,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     ENSURE(run->T <= context, "-t %d is longer than the model's context of %d positions: lower it", run->T, context);
     dropout_refuse(run);
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
+    group_all(&run->all, &run->comm);
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
     else if (trains || f->plan || f->auto_)
         device_measure(&run->device, run->comm.host_num_ranks, f->plan || f->auto_);
@@ -157,4 +158,5 @@ static void run_free(Run* run)
     model_files_free(&run->small_files);
     cJSON_Delete(run->products);
     matmul_free();
+    group_free(&run->all);
 }

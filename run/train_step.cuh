@@ -27,7 +27,7 @@ static void train_step(Run* run)
     int slot = (int)(run->step % STEPS_IN_FLIGHT);
     profile_step_begin(slot);
     if (run->comm.watch != nullptr) run->comm.watch->step = run->step + 1;
-    size_t asked_before = run->comm.asked_bytes, waits_before = comm_host_waits(&run->comm);
+    size_t asked_before = comm_asked_so_far(&run->comm), waits_before = comm_host_waits(&run->comm);
     long faults_before = page_faults();
     zero_step_begin(&run->zero);
     int G = (int)step_micro_steps(run, run->step), T = step_seq_len(run, run->step);
@@ -51,7 +51,7 @@ static void train_step(Run* run)
     run->model.drops = false;
     zero_step_ask(&run->zero);
     zero_step_end(&run->zero, config, optimizer_config(run->flags), slot);
-    run->step_asked_bytes += run->comm.asked_bytes - asked_before;
+    run->step_asked_bytes += comm_asked_so_far(&run->comm) - asked_before;
     run->step_waits += comm_host_waits(&run->comm) - waits_before;
     run->step_page_faults[slot] = page_faults() - faults_before;
     profile_step_end();

@@ -148,8 +148,8 @@ static void tune_micro(Run* run)
     zero_step_begin(z);
     model_train_micro(&run->model, run->B, run->T, 1e-6f, 0, 1);
     stream_wait(z->compute, z->reduce, z->edge, "gradients are still being sent");
-    bool whole = z->stage == 0 || z->comm->num_ranks == 1;
     for (int i = 0; z->muon != nullptr && i < z->muon->num_tensors; i++) {
+        bool whole = z->stage == 0 || z->muon->group->num_ranks == 1;
         const Tensor* t = &z->shard->tensors[z->muon->tensors[i]];
         muon_tensor(z, t, whole ? muon_grad(z, t, t->first) : z->muon->whole);
     }

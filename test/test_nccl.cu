@@ -1,14 +1,9 @@
 /* test_nccl.cu: every collective, type and operation, in place and not, odd counts, groups, several communicators and
- * streams, bytes sent, and messages if ranks disagree.
+ * streams, bytes sent, and messages if ranks disagree; the same for groups of ranks (zero/comm.h).
  *   ./test_nccl                  runs itself under $MPIRUN with 1 to 4 ranks, then with planted mistakes
  *   mpirun -np R ./test_nccl     the tests with R ranks */
 #include <cmath>
-#include <mpi.h>
-#include <nccl.h>
-#include "kernels/common.cuh"
-#ifndef DEVICE_CUDA
-#include "kernels/cpu/device.h"
-#endif
+#include "zero/comm.h"
 #ifdef DEVICE_EMU
 #include "kernels/emu/emu_host.h"
 #endif
@@ -16,13 +11,6 @@
 static int rank, num_ranks, num_passed, num_failed;
 static ncclComm_t comm;
 static cudaStream_t stream;
-
-#define NCCL_CHECK(call) do { \
-    ncclResult_t nccl_error_ = (call); \
-    if (nccl_error_ != ncclSuccess) die_at(WHERE, "%s: %s", #call, ncclGetErrorString(nccl_error_)); \
-} while (0)
-
-#define MPI_CHECK(call) ENSURE((call) == MPI_SUCCESS, "%s failed", #call)
 
 static void report(bool ok_here, const char* fmt, ...)
 {
@@ -351,6 +339,141 @@ static void test_grid(int seed)
     NCCL_CHECK(ncclCommDestroy(column_comm));
 }
 
+/* ---- groups of ranks: rank = t + tp * d, as tensor and data parallelism have it */
+
+enum { GRID_COUNT = 1008 };                          // elements: a multiple of every number of ranks tested
+
+typedef struct Grid { Comm job; Group all, tp, dp; int t, d; } Grid;
+
+static void grid_begin(Grid* g)
+{
+    *g = Grid{};
+    const int tp = num_ranks % 2 == 0 ? 2 : num_ranks;
+    g->job.rank = rank;
+    g->job.num_ranks = num_ranks;
+    g->t = rank % tp;
+    g->d = rank / tp;
+    group_all(&g->all, &g->job);
+    group_connect(&g->all);
+    group_split(&g->tp, &g->all, g->d, g->t, "tp");
+    group_split(&g->dp, &g->all, g->t, g->d, "dp");
+}
+
+static void grid_end(Grid* g)
+{
+    for (Group* group : {&g->all, &g->tp, &g->dp}) group_free(group);
+}
+
+/* Who is in which group, also seen from ranks of other groups, and the words for messages. */
+static void test_group_ranks(const Grid* g)
+{
+    bool ok = g->tp.rank == g->t && g->dp.rank == g->d && g->tp.num_ranks * g->dp.num_ranks == num_ranks;
+    for (int r = 0; r < num_ranks; r++) {
+        ok = ok && group_rank_of(&g->all, r) == r && group_rank_of(&g->tp, r) == r % g->tp.num_ranks;
+        ok = ok && group_rank_of(&g->dp, r) == r / g->tp.num_ranks;
+    }
+    report(ok, "ranks of a grid of %d x %d", g->dp.num_ranks, g->tp.num_ranks);
+    char tp_words[64] = "", dp_words[64] = "";
+    if (num_ranks == 4) {
+        snprintf(tp_words, sizeof tp_words, " in tp group %d (ranks %d, %d)", g->d, 2 * g->d, 2 * g->d + 1);
+        snprintf(dp_words, sizeof dp_words, " in dp group %d (ranks %d, %d)", g->t, g->t, g->t + 2);
+        report(strcmp(g->tp.words, tp_words) == 0 && strcmp(g->dp.words, dp_words) == 0 && g->all.words[0] == 0,
+               "words for groups");
+    }
+    const int ranks[40] = {0, 10, 20, 30, 40, 50, 60, 70, 80};
+    Group many = {};
+    many.num_ranks = 40;
+    group_name(&many, "tp", 3, ranks);
+    report(strcmp(many.words, " in tp group 3 (ranks 0, 10, 20, 30, 40, 50, 60, ... 0)") == 0, "words for many ranks");
+    int last = rank;
+    group_broadcast_host(&g->tp, &last, sizeof last, g->tp.num_ranks - 1);
+    report(last == (g->d + 1) * g->tp.num_ranks - 1, "a broadcast in each tp group");
+}
+
+static double dp_sum(const Grid* g, size_t i)
+{
+    double sum = 0;
+    for (int d = 0; d < g->dp.num_ranks; d++) sum += value(d * g->tp.num_ranks + g->t, i);
+    return sum;
+}
+
+/* Sums over tp groups feed reduce-scatters and gathers over dp groups on another stream, which so make the sums over
+ * all ranks; meanwhile those are made directly, and sums over dp groups with them, in one group of calls. */
+static void test_groups(Grid* g, bool in_order, int seed)
+{
+    enum { ROUNDS = 5 };
+    cudaStream_t others;
+    cudaEvent_t summed;
+    char* pieces;
+    const size_t slice = GRID_COUNT / (size_t)g->dp.num_ranks, size_bytes = GRID_COUNT * sizeof(float);
+    CUDA_CHECK(cudaStreamCreateWithFlags(&others, cudaStreamNonBlocking));
+    CUDA_CHECK(cudaEventCreateWithFlags(&summed, cudaEventDisableTiming));
+    CUDA_CHECK(cudaMalloc(&pieces, size_bytes));
+    g->dp.pieces = in_order ? pieces : nullptr;
+    float* rows[3 * ROUNDS];                         // (GRID_COUNT) each: by tp and dp, by all, by dp
+    for (int i = 0; i < 3 * ROUNDS; i++) {
+        rows[i] = (float*)recv_buffer + i * GRID_COUNT;
+        fill_device((char*)rows[i], GRID_COUNT, 0, 0);
+    }
+#ifdef DEVICE_EMU
+    const uint64_t seed_before = emu_options.seed;
+    emu_options.seed = (uint64_t)seed * 1000 + (seed > 0 ? (uint64_t)rank : 0);
+#endif
+    for (int i = 0; i < ROUNDS; i++) {
+        float *grid = rows[3 * i], *all = rows[3 * i + 1], *dp = rows[3 * i + 2];
+        comm_all_reduce(&g->tp, grid, GRID_COUNT, ncclFloat32, stream);
+        CUDA_CHECK(cudaEventRecord(summed, stream));
+        comm_group_begin(&g->job);
+        comm_all_reduce(&g->all, all, GRID_COUNT, ncclFloat32, stream);
+        comm_all_reduce(&g->dp, dp, GRID_COUNT, ncclFloat32, stream);
+        comm_group_end(&g->job);
+        CUDA_CHECK(cudaStreamWaitEvent(others, summed, 0));
+        const Values whole = values_of(grid), own = values_of(grid + g->dp.rank * slice);
+        comm_reduce_scatter(&g->dp, own, whole, slice, false, others);
+        comm_all_gather(&g->dp, grid, own.at, slice, ncclFloat32, others);
+    }
+    CUDA_CHECK(cudaDeviceSynchronize());
+#ifdef DEVICE_EMU
+    emu_options.seed = seed_before;
+#endif
+    bool ok = true;
+    for (int row = 0; row < 3 * ROUNDS; row++) {
+        fetch((char*)rows[row], GRID_COUNT, 0);
+        for (size_t i = 0; i < GRID_COUNT; i++)
+            ok = ok && get(host_buffer, i, 0) == (row % 3 == 2 ? dp_sum(g, i) : combined(i, ncclSum, 0));
+    }
+    report(ok, "tp and dp groups of %d x %d ranks%s, seed %d", g->dp.num_ranks, g->tp.num_ranks,
+           in_order ? ", in rank order" : "", seed);
+    CUDA_CHECK(cudaFree(pieces));
+    g->dp.pieces = nullptr;
+    CUDA_CHECK(cudaEventDestroy(summed));
+    CUDA_CHECK(cudaStreamDestroy(others));
+}
+
+/* Each group has its own counters. */
+static void test_group_bytes(Grid* g)
+{
+    const Group* groups[3] = {&g->all, &g->tp, &g->dp};
+    const size_t n = GRID_COUNT, slice = n / (size_t)g->dp.num_ranks;
+    size_t asked[3], sent[3], total = comm_asked_so_far(&g->job);
+    for (int i = 0; i < 3; i++) {
+        asked[i] = groups[i]->asked_bytes;
+        sent[i] = group_sent_so_far(groups[i]);
+    }
+    fill_device(send_buffer, n, 0, 0);
+    comm_all_reduce(&g->tp, send_buffer, n, ncclFloat32, stream);
+    comm_all_gather(&g->dp, recv_buffer, send_buffer, slice, ncclFloat32, stream);
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+    const size_t want[3] = {0, comm_all_reduce_bytes(&g->tp, n, 4), (n - slice) * 4};
+    for (int i = 0; i < 3; i++) {
+        const char* name = i == 0 ? "all" : i == 1 ? "tp" : "dp";
+        report(groups[i]->asked_bytes - asked[i] == want[i], "bytes asked of %s", name);
+        report(group_sent_so_far(groups[i]) - sent[i] == want[i], "bytes sent in %s", name);
+    }
+    report(comm_asked_so_far(&g->job) - total == want[1] + want[2], "bytes asked of all groups");
+    report(comm_asked_so_far(&g->job) == comm_sent_so_far(&g->job), "bytes sent in all groups");
+}
+
 /* ---- what only the MPI version promises: rank order, equal bits, bytes sent */
 
 #ifndef DEVICE_CUDA
@@ -395,7 +518,7 @@ static void test_wire_bytes(void)
     size_t count = 60060 * (size_t)num_ranks;        // divisible by every number of ranks tested
     uint64_t others = (uint64_t)num_ranks - 1, ring_bytes = count * 4 / (uint64_t)num_ranks * others;
     uint64_t before[3];
-    for (int k = 0; k < 3; k++) before[k] = nccl_wire_bytes((Collective)k);
+    for (int k = 0; k < 3; k++) before[k] = nccl_wire_bytes(comm, (Collective)k);
     fill_device(send_buffer, count, 0, 0);
     NCCL_CHECK(ncclAllReduce(send_buffer, recv_buffer, count, ncclFloat32, ncclSum, comm, stream));
     size_t part = count / (size_t)num_ranks;
@@ -403,7 +526,7 @@ static void test_wire_bytes(void)
     NCCL_CHECK(ncclAllGather(send_buffer, recv_buffer, part, ncclFloat32, comm, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
     uint64_t sent[3];
-    for (int k = 0; k < 3; k++) sent[k] = nccl_wire_bytes((Collective)k) - before[k];
+    for (int k = 0; k < 3; k++) sent[k] = nccl_wire_bytes(comm, (Collective)k) - before[k];
     report(sent[(int)Collective::ALL_REDUCE] == 2 * ring_bytes, "wire bytes of all_reduce: 2n(R-1)/R");
     report(sent[(int)Collective::REDUCE_SCATTER] == ring_bytes, "wire bytes of reduce_scatter: n(R-1)/R");
     report(sent[(int)Collective::ALL_GATHER] == ring_bytes, "wire bytes of all_gather: n(R-1)/R");
@@ -416,6 +539,8 @@ static void test_wire_bytes(void)
 static const struct { const char *name, *message; } mistakes[] = {
     {"kind", "collective mismatch"}, {"count", "collective mismatch"}, {"order", "collective mismatch"},
     {"transfer", "counts differ"},
+    {"group", "in ncclAllReduce of 1008 elements in tp group 1 (ranks 2, 3) for"},
+    {"replica", "rank 3 holds other parameters than rank 1 in dp group 1 (ranks 1, 3) (hash"},
 #ifdef DEVICE_EMU
     {"absent", "deadlock, all ranks wait: rank 0 in cudaStreamSynchronize"},
     {"absent_host", "deadlock, all ranks wait: rank 0 in MPI_Barrier"},
@@ -423,8 +548,35 @@ static const struct { const char *name, *message; } mistakes[] = {
 };
 #endif
 
+/* Rank 3 does not come: the watchdog of rank 2 names the group. Ranks 0 and 1, whose group is whole, only wait. */
+static void leave_group(Grid* g)
+{
+    Comm* c = &g->job;
+    MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &c->host));
+    c->host_rank = rank;
+    c->host_num_ranks = num_ranks;
+    CUDA_CHECK(cudaMallocHost(&c->progress, WATCH_STREAMS * sizeof *c->progress));
+    memset(c->progress, 0, WATCH_STREAMS * sizeof *c->progress);
+    comm_watch(c, 2);
+    comm_shows_progress(c, true);
+    comm_idle(c, rank != 2);
+    if (rank != 3) comm_all_reduce(&g->tp, send_buffer, GRID_COUNT, ncclFloat32, stream);
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+    usleep(30 * 1000 * 1000);
+}
+
+static void make_group_mistake(const char* name)
+{
+    Grid g;
+    grid_begin(&g);
+    if (strcmp(name, "group") == 0) leave_group(&g);
+    else group_ensure_replica(&g.dp, rank == 3, 5);
+    grid_end(&g);
+}
+
 static void make_mistake(const char* name)
 {
+    if (strcmp(name, "group") == 0 || strcmp(name, "replica") == 0) return make_group_mistake(name);
     size_t count = 1000 + (rank == 1 && strcmp(name, "count") == 0 ? 500 : 0);
     if (strcmp(name, "transfer") == 0) {
         if (rank == 0) NCCL_CHECK(ncclSend(send_buffer, 2000, ncclFloat32, 1, comm, stream));
@@ -516,7 +668,8 @@ static int launch_all(const char* self)
 {
     for (int r = 1; r <= 4; r++) run_child(self, r, nullptr, nullptr);
 #ifndef DEVICE_CUDA
-    for (const auto& mistake : mistakes) run_child(self, 2, mistake.name, mistake.message);
+    for (const auto& mistake : mistakes)
+        run_child(self, strstr(mistake.message, "group 1") != nullptr ? 4 : 2, mistake.name, mistake.message);
     run_child(self, 3, mistakes[0].name, mistakes[0].message);
 #endif
     printf("%d passed, %d failed\n", num_passed, num_failed);
@@ -560,6 +713,12 @@ int main(int argc, char** argv)
         test_two_communicators();
         test_split();
         for (int seed = 0; seed < 5; seed++) test_grid(seed);
+        Grid grid;
+        grid_begin(&grid);
+        test_group_ranks(&grid);
+        for (int seed = 0; seed < 6; seed++) test_groups(&grid, seed % 2 == 1, seed);
+        test_group_bytes(&grid);
+        grid_end(&grid);
 #ifndef DEVICE_CUDA
         test_rank_order(0);
         test_rank_order(2);

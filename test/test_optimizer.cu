@@ -1,7 +1,10 @@
 /* test_optimizer.cu: steps of an optimizer on given gradients, at any stage and number of ranks; test_optimizer.py runs
  * it and compares the results.
- *   test_optimizer FOLDER FLAGS...   reads FOLDER/params.bin (P) and FOLDER/grads.bin (steps,P), writes FOLDER/out.bin
- * All fp32, tensors one after another. Each rank adds a share of its own of every gradient. */
+ *   test_optimizer TP FOLDER FLAGS...   reads FOLDER/params.bin (P) and FOLDER/grads.bin (steps,P), writes
+ *                                       FOLDER/out.0.bin ... one for each of TP parts
+ * All fp32, tensors one after another. Each rank adds a share of its own of every gradient. With TP > 1 unit 1 is as
+ * under tensor parallelism: rank t + TP * d has part t of it, which it shares with the ranks that have the same t. Then
+ * two tensors form units of their own as tensors stored in fp32 do, one of each group. */
 #include "run/run.cuh"
 
 /* Tensors of all kinds: a padded matrix, a unit of hidden ones in both layouts, q k v side by side, vectors, and a last
@@ -30,8 +33,9 @@ static float* read_floats(const char* folder, const char* name, size_t* count)
     return values;
 }
 
-static void place_tensors(Shard* shard, const Flags* f, int num_ranks)
+static void place_tensors(Shard* shard, const Flags* f, const Group* groups, int num_groups)
 {
+    const int group_ranks[2] = {groups[0].num_ranks, groups[1].num_ranks};
     Tensor* tensors = (Tensor*)malloc_checked(NUM_TENSORS * sizeof(Tensor));
     for (int i = 0; i < NUM_TENSORS; i++) {
         const auto& row = tensor_rows[i];
@@ -43,12 +47,14 @@ static void place_tensors(Shard* shard, const Flags* f, int num_ranks)
         t->num_dims = row.cols > 1 ? 2 : 1;
         t->padded_rows = row.padded_rows;
         t->unit = row.unit;
+        t->group = num_groups > 1 && row.unit == 1;
+        t->fp32 = num_groups > 1 && row.cols == 1;
         t->decay = t->num_dims == 2;
         t->hidden = t->decay && row.unit == 1;
         t->in_out = i != 4;
         t->num_fused = i == 1 ? 3 : 1;
     }
-    shard_build(shard, tensors, NUM_TENSORS, num_ranks);
+    shard_build(shard, tensors, NUM_TENSORS, group_ranks, num_groups);
     rates_apply(shard, f);
 }
 
@@ -59,8 +65,8 @@ static void load_params(Zero* z, const float* params)
         Range part = tensor_part(tensor, zero_owned(z, tensor->unit));
         const float* from = params + tensor->logical_first + (part.first - tensor->first);
         if (part.count > 0)
-            CUDA_CHECK(cudaMemcpy(zero_own_param(z, tensor->unit, part.first), from, part.count * sizeof(float),
-                                  cudaMemcpyHostToDevice));
+            CUDA_CHECK(cudaMemcpy(zero_state(z, STATE_WEIGHTS, tensor->unit, part.first).at, from,
+                                  part.count * sizeof(float), cudaMemcpyHostToDevice));
     }
     zero_params_loaded(z);
 }
@@ -68,8 +74,8 @@ static void load_params(Zero* z, const float* params)
 static void step(Zero* z, const Run* run, const float* grads, float share, float* scratch)
 {
     zero_step_begin(z);
-    for (int u = 0; u < NUM_UNITS; u++) zero_params_begin(z, u);     // as a forward asks for them
-    for (int u = NUM_UNITS - 1; u >= 0; u--) {
+    for (int u = 0; u < z->shard->num_units; u++) zero_params_begin(z, u);   // as a forward asks for them
+    for (int u = z->shard->num_units - 1; u >= 0; u--) {
         float* grad = zero_gradient_begin(z, u);
         for (int t = 0; t < NUM_TENSORS; t++) {
             const Tensor* tensor = &z->shard->tensors[t];
@@ -89,26 +95,28 @@ static void step(Zero* z, const Run* run, const float* grads, float share, float
     CUDA_CHECK(cudaStreamSynchronize(z->compute));
 }
 
-/* Each rank writes its slices. */
-static void save_params(Zero* z, const char* folder, float* scratch)
+/* Each rank writes its slices: into the file of its part, or of a tensor that all have into all files. */
+static void save_params(Zero* z, const char* folder, float* scratch, int tp)
 {
     char path[4200];
-    snprintf(path, sizeof path, "%s/out.bin", folder);
     comm_barrier(z->comm);
     zero_params_settle(z);
     CUDA_CHECK(cudaDeviceSynchronize());
-    int fd = open(path, O_WRONLY | O_CREAT, 0666);
-    ENSURE(fd >= 0, "%s: cannot be written", path);
-    for (int t = 0; t < NUM_TENSORS; t++) {
-        const Tensor* tensor = &z->shard->tensors[t];
-        Range part = tensor_part(tensor, shard_slice(z->shard, tensor->unit, z->comm->rank));
+    for (int i = 0; i < tp * NUM_TENSORS; i++) {
+        const Tensor* tensor = &z->shard->tensors[i % NUM_TENSORS];
+        const int file = i / NUM_TENSORS;
+        Range part = tensor_part(tensor, unit_slice(z, tensor->unit));
         const size_t bytes = part.count * sizeof(float);
-        if (bytes == 0) continue;
-        CUDA_CHECK(cudaMemcpy(scratch, zero_own_param(z, tensor->unit, part.first), bytes, cudaMemcpyDeviceToHost));
+        if (bytes == 0 || (tensor->group > 0 && z->comm->rank % tp != file)) continue;
+        snprintf(path, sizeof path, "%s/out.%d.bin", folder, file);
+        int fd = open(path, O_WRONLY | O_CREAT, 0666);
+        ENSURE(fd >= 0, "%s: cannot be written", path);
+        CUDA_CHECK(cudaMemcpy(scratch, zero_state(z, STATE_WEIGHTS, tensor->unit, part.first).at, bytes,
+                              cudaMemcpyDeviceToHost));
         const off_t at = (off_t)((tensor->logical_first + (part.first - tensor->first)) * sizeof(float));
         ENSURE(pwrite(fd, scratch, bytes, at) == (ssize_t)bytes, "%s: cannot be written", path);
+        close(fd);
     }
-    close(fd);
     comm_barrier(z->comm);
 }
 
@@ -117,25 +125,31 @@ int main(int argc, char** argv)
     static Run run_;
     Run* run = &run_;
     Flags flags;
-    ENSURE(argc > 1, "usage: test_optimizer FOLDER FLAGS...");
-    flags_parse(&flags, &flag_words_of_rows, argc - 1, argv + 1);
+    ENSURE(argc > 2, "usage: test_optimizer TP FOLDER FLAGS...");
+    const int tp = atoi(argv[1]), num_groups = tp > 1 ? 2 : 1;
+    const char* folder = argv[2];
+    flags_parse(&flags, &flag_words_of_rows, argc - 2, argv + 2);
     rates_refuse(&flags);
     run->flags = &flags;
     comm_init(&run->comm, 600);
     device_init(&run->device, run->comm.host_rank, run->comm.host_num_ranks, 0);
+    Group groups[2] = {};           // all ranks, and those that have the same part
+    group_all(&groups[0], &run->comm);
+    group_connect(&groups[0]);
+    if (tp > 1) group_split(&groups[1], &groups[0], run->comm.rank % tp, run->comm.rank / tp, "dp");
     Shard* shard = &run->model.shard;
-    place_tensors(shard, &flags, run->comm.num_ranks);
+    place_tensors(shard, &flags, groups, num_groups);
     size_t num_params, num_grads;
-    float* params = read_floats(argv[1], "params.bin", &num_params);
-    float* grads = read_floats(argv[1], "grads.bin", &num_grads);
+    float* params = read_floats(folder, "params.bin", &num_params);
+    float* grads = read_floats(folder, "grads.bin", &num_grads);
     ENSURE(num_params == shard->num_params, "params.bin holds %zu, need %zu", num_params, shard->num_params);
     run->num_steps = num_grads / num_params;
     run->global_batch = run->T = 1;
     run->config = step_config(run);
-    comm_init_nccl(&run->comm);
     matmul_init();
-    const bool persistent[NUM_UNITS] = {};
-    const int visits[NUM_UNITS] = {0, 1, 2};
+    bool persistent[NUM_UNITS + 2] = {};
+    for (int u = 0; u < shard->num_fp32_units; u++) persistent[u] = true;
+    const int visits[NUM_UNITS + 2] = {0, 1, 2, 3, 4};
     ZeroConfig config = {};
     config.stage = (int)flags.zero;
     config.persistent = persistent;
@@ -145,9 +159,9 @@ int main(int argc, char** argv)
     config.overlap = flags.overlap != 0;
     config.deterministic = flags.deterministic;
     config.visits = visits;
-    config.num_visits = NUM_UNITS;
+    config.num_visits = shard->num_units;
     Zero* z = &run->zero;
-    zero_plan(z, &run->plan, shard, &run->comm, &config);
+    zero_plan(z, &run->plan, shard, groups, num_groups, &config);
     plan_add_bytes(&run->plan, "GEMM workspace", Place::DEVICE, matmul_workspace_bytes(), nullptr);
     plan_allocate(&run->plan);
     zero_start(z);
@@ -156,18 +170,19 @@ int main(int argc, char** argv)
     CUDA_CHECK(cudaMemcpy(z->state, &state, sizeof state, cudaMemcpyHostToDevice));
     const int R = run->comm.num_ranks;
     float* scratch = (float*)malloc_checked(num_params * sizeof(float));
-    size_t asked_bytes = run->comm.asked_bytes;
+    size_t asked_bytes = comm_asked_so_far(&run->comm);
     for (size_t i = 0; i < run->num_steps; i++)
         step(z, run, grads + i * num_params, 2.0f * (float)(run->comm.rank + 1) / (float)(R * (R + 1)), scratch);
-    asked_bytes = run->comm.asked_bytes - asked_bytes;
+    asked_bytes = comm_asked_so_far(&run->comm) - asked_bytes;
     ENSURE(asked_bytes == run->num_steps * sent_bytes_per_step(run), "rank %d sent %zu bytes, planned %zu a step",
            run->comm.rank, asked_bytes, sent_bytes_per_step(run));
-    save_params(z, argv[1], scratch);
+    zero_ensure_replicas(z, run->num_steps);
+    save_params(z, folder, scratch, tp);
     size_t state_bytes = 0;
     for (int i = 0; i < run->plan.num_rows; i++)
         if (strcmp(run->plan.rows[i].label, "optimizer states") == 0) state_bytes += run->plan.rows[i].bytes;
     SAY("%zu steps, %zu bytes a step, states %zu elements of %zu\n", run->num_steps, sent_bytes_per_step(run),
-        state_bytes / sizeof(float), shard->num_elems / (z->stage > 0 ? R : 1));
+        state_bytes / sizeof(float), z->stage > 0 ? shard->slice_elems : shard->num_elems);
     zero_free(z);
     zero_optimizer_free(z);
     buckets_free(&z->grad_buckets);
@@ -176,6 +191,7 @@ int main(int argc, char** argv)
     shard_free(shard);
     for (float* p : {params, grads, scratch}) free(p);
     matmul_free();
+    for (int g = 0; g < num_groups; g++) group_free(&groups[g]);
     comm_free(&run->comm);
     return 0;
 }

@@ -140,7 +140,8 @@ def device(request):
     return request.param
 
 
-def run(folder, device, ranks, *flags, steps=STEPS):
+def run(folder, device, ranks, *flags, steps=STEPS, tp=1):
+    """The parameters of each of tp parts, or of the only one, and what was printed."""
     program = binary(device).parent / "test_optimizer"
     if not program.exists():
         pytest.skip(f"{program} is not built")
@@ -150,13 +151,15 @@ def run(folder, device, ranks, *flags, steps=STEPS):
     params, grads = inputs(steps)
     params.tofile(folder / "params.bin")
     grads.tofile(folder / "grads.bin")
-    command = [str(program), str(folder), *map(str, flags), "--schedule", "constant", "--warmup", "0", "--clip", "0"]
+    clip = [] if "--clip" in flags else ["--clip", "0"]
+    command = [str(program), str(tp), str(folder), *map(str, flags), "--schedule", "constant", "--warmup", "0", *clip]
     if ranks > 1:
         command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(ranks), *command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300,
                           env=environment(OMP_NUM_THREADS="1"))
     assert done.returncode == 0, done.stdout + done.stderr
-    return split(np.fromfile(folder / "out.bin", np.float32)), done.stdout
+    parts = [split(np.fromfile(folder / f"out.{t}.bin", np.float32)) for t in range(tp)]
+    return parts if tp > 1 else parts[0], done.stdout
 
 
 def assert_same(ours, truth):
@@ -212,6 +215,41 @@ def test_groups(tmp_path, name):
     factor = {k: 2 if k == "h.up.weight" else 0.5 for k in SHAPES if k.startswith("h.")}
     decay = {"h.qkv.weight": 0.3, "h.qkv.bias": 0, "h.up.weight": 0.3, "h.down.weight": 0.3}
     assert_same(ours, reference(name, split(params), [split(g) for g in grads], factor, decay, wd=0.1)[0])
+
+
+@pytest.mark.parametrize("name,ranks,tp,stage,flags", [
+    ("sgd", 4, 2, 0, []), ("sgd", 4, 2, 1, ["--deterministic"]), ("sgd", 4, 2, 2, []), ("sgd", 4, 2, 3, []),
+    ("sgd", 4, 2, 0, ["--deterministic", "--overlap", 0]), ("sgd", 4, 2, 3, ["--deterministic"]),
+    ("sgd", 2, 2, 3, []), ("sgd", 3, 3, 1, ["--deterministic"]), ("lamb", 4, 2, 2, []), ("adamw", 4, 2, 1, []),
+    ("muon", 4, 2, 1, [])])
+def test_groups_of_ranks(tmp_path, device, name, ranks, tp, stage, flags):
+    """Tensors of unit 1 are in tp parts, each shared by the ranks that have it; the others are shared by all ranks. So
+    to the reference a tensor of unit 1 is its parts one after another, and the norm, by which gradients are clipped,
+    counts each once. The gradients of the parts differ by the shares of their ranks."""
+    if device != "cpu" and not FULL and (name, stage) not in (("sgd", 3), ("lamb", 2)):
+        pytest.skip("with --full")
+    steps, clip = 8, 0.5
+    params, grads = inputs(steps)
+    shares = [sum(2 * (r + 1) / (ranks * (ranks + 1)) for r in range(t, ranks, tp)) for t in range(tp)]
+    in_parts = {k for k in SHAPES if k.startswith("h.")}
+    whole = {k: np.stack([v] * tp) if k in in_parts else v for k, v in split(params).items()}
+    whole_grads = []
+    for g in grads:
+        g = {k: np.stack([s * v for s in shares]) if k in in_parts else v for k, v in split(g).items()}
+        norm = math.sqrt(sum(np.sum(v.astype(np.float64) ** 2) for v in g.values()))
+        assert norm > 2 * clip
+        whole_grads.append({k: v * (clip / (norm + 1e-6)) for k, v in g.items()})
+    decay = {k: 0.1 if len(shape) == 2 else 0 for k, shape in SHAPES.items()}
+    ours, _ = run(tmp_path, device, ranks, "--optimizer", name, "-l", LR, "-z", stage, "--clip", clip, "--weight-decay",
+                  0.1, *flags, steps=steps, tp=tp)
+    if name == "muon":                                # of matrices, each part by itself
+        truth = [reference(name, split(params), [{k: v[t] if k in in_parts else v for k, v in g.items()}
+                                                 for g in whole_grads], wd=0.1)[0] for t in range(tp)]
+    else:
+        stacked, _ = reference(name, whole, whole_grads, decay=decay)
+        truth = [{k: v[t] if k in in_parts else v for k, v in stacked.items()} for t in range(tp)]
+    for t in range(tp):
+        assert_same(ours[t], truth[t])
 
 
 def test_against_torch(tmp_path):

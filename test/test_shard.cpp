@@ -1,8 +1,8 @@
-/* test_shard.cpp: who owns which element, for every number of ranks from 1 to 64; and which collective the watchdog
- * takes for the oldest. No GPU, no MPI.
+/* test_shard.cpp: who owns which element, for every number of ranks from 1 to 64, in one group or in units with groups
+ * of different sizes; and which collective the watchdog takes for the oldest. No GPU, no MPI.
  * For random tables of tensors: the slices of a unit tile it; the parts of a tensor in the slices tile the tensor, in
- * order; packed slices of different units do not overlap and fill num_elems / R; logical_first depends neither on R nor
- * on which tensors are stored in fp32; those are all in unit 0. */
+ * order; packed slices of different units do not overlap and fill slice_elems; logical_first depends neither on R, on
+ * groups, nor on which tensors are stored in fp32; those are in units before all others, one for each group. */
 #include "zero/shard.h"
 #include "zero/watchdog.h"
 
@@ -22,13 +22,17 @@ static size_t random_below(size_t n)
     return (size_t)(random_state >> 33) % n;
 }
 
-static Tensor* random_table(int num_tensors, bool has_fp32)
+static Tensor* random_table(int num_tensors, bool has_fp32, int num_groups)
 {
     Tensor* tensors = (Tensor*)malloc_checked(num_tensors * sizeof(Tensor));
-    int unit = 0;
+    int unit = 0, group = 0;
     for (int t = 0; t < num_tensors; t++) {
-        if (t > 0 && random_below(3) == 0) unit++;
+        if (t > 0 && random_below(3) == 0) {
+            unit++;
+            group = (int)random_below(num_groups);
+        }
         tensors[t] = Tensor{};
+        tensors[t].group = group;
         snprintf(tensors[t].name, sizeof tensors[t].name, "t%d", t);
         tensors[t].num_dims = 1 + (int)random_below(2);
         tensors[t].shape[0] = 1 + random_below(300);
@@ -45,7 +49,7 @@ static Tensor* random_table(int num_tensors, bool has_fp32)
 static void check_tensor(const Shard* s, const Tensor* t, int R)
 {
     size_t next = t->first;
-    for (int r = 0; r < R; r++) {
+    for (int r = 0; r < s->units[t->unit].num_ranks; r++) {
         Range part = tensor_part(t, shard_slice(s, t->unit, r));
         if (part.count == 0) continue;
         check(part.first == next, "parts of a tensor follow one another", R);
@@ -59,22 +63,35 @@ static void check_tensor(const Shard* s, const Tensor* t, int R)
           "a tensor is in its unit", R);
 }
 
-static void check_shard(const Shard* s, int R)
+/* Units stored in fp32 have each a group of their own. */
+static void check_fp32_units(const Shard* s, int R)
 {
+    for (int u = 0; u < s->num_fp32_units; u++)
+        for (int other = 0; other < u; other++)
+            check(s->units[other].group < s->units[u].group, "fp32 units are sorted by group", R);
+}
+
+static void check_shard(const Shard* s, const int* group_ranks, int num_groups)
+{
+    const int R = group_ranks[0];
     size_t next = 0, packed = 0, params = 0;
     for (int u = 0; u < s->num_units; u++) {
-        check(s->units[u].range.first == next, "units follow one another", R);
-        check(s->units[u].range.count % ((size_t)R * SHARD_ALIGN_ELEMS) == 0, "a unit divides by R", R);
-        for (int r = 0; r < R; r++) {
+        const Unit* unit = &s->units[u];
+        check(unit->range.first == next, "units follow one another", R);
+        check(unit->num_ranks == group_ranks[unit->group], "a unit has the ranks of its group", R);
+        check(unit->range.count % ((size_t)unit->num_ranks * SHARD_ALIGN_ELEMS) == 0, "a unit divides by R", R);
+        for (int r = 0; r < unit->num_ranks; r++) {
             Range slice = shard_slice(s, u, r);
             check(slice.first == next, "slices of a unit follow one another", R);
             next = slice.first + slice.count;
         }
-        check(next == s->units[u].range.first + s->units[u].range.count, "slices of a unit are the unit", R);
-        check(shard_packed_first(s, u) == packed, "packed places follow one another", R);
+        check(next == unit->range.first + unit->range.count, "slices of a unit are the unit", R);
+        check(unit->packed_first == packed, "packed places follow one another", R);
         packed += shard_slice(s, u, 0).count;
     }
-    check(next == s->num_elems && packed == s->num_elems / R, "units fill the flat space", R);
+    check(next == s->num_elems && packed == s->slice_elems, "units fill the flat space", R);
+    if (num_groups == 1) check(packed == s->num_elems / R, "a rank owns one of R parts", R);
+    check_fp32_units(s, R);
     for (int k = 0; k < s->num_tensors; k++) {      // in the caller's order
         int t = 0;
         for (int number; sscanf(s->tensors[t].name, "t%d", &number) == 1 && number != k; ) t++;
@@ -84,7 +101,8 @@ static void check_shard(const Shard* s, int R)
     for (int t = 0; t < s->num_tensors; t++) {
         const Tensor* tensor = &s->tensors[t];
         check_tensor(s, tensor, R);
-        check(tensor->fp32 == unit_is_fp32(s, tensor->unit), "unit 0 is what is kept in fp32", R);
+        check(tensor->fp32 == unit_is_fp32(s, tensor->unit), "the first units are what is kept in fp32", R);
+        check(tensor->group == s->units[tensor->unit].group, "a unit has the group of its tensors", R);
         check(tensor->fp32 || tensor->unit == tensor->home, "the others stay where they belong", R);
         if (t > 0 && s->tensors[t].unit == s->tensors[t - 1].unit)
             check(s->tensors[t].first >=
@@ -102,8 +120,8 @@ static bool watch_finds_the_oldest(void)
     unsigned long long progress[WATCH_STREAMS] = {};
     w->progress = progress;
     bool well = w != nullptr && watch_oldest(w) == nullptr;
-    const Enqueued enqueued[4] = {{"first", 1, 0}, {"second", 2, 1}, {"third", 3, 0}, {"fourth", 4, 1}};
-    for (const Enqueued& a : enqueued) watch_enqueued(w, a.name, a.elems, a.stream_idx);
+    const Enqueued enqueued[4] = {{"first", "", 1, 0}, {"second", "", 2, 1}, {"third", "", 3, 0}, {"fourth", "", 4, 1}};
+    for (const Enqueued& a : enqueued) watch_enqueued(w, a.name, a.elems, a.stream_idx, a.group);
     const struct { unsigned long long progress[2]; size_t oldest; } rows[] = {
         {{0, 0}, 1}, {{1, 0}, 2}, {{3, 0}, 2}, {{0, 4}, 1}, {{1, 2}, 3}, {{1, 4}, 3}, {{3, 2}, 4}, {{3, 4}, 0}};
     for (const auto& row : rows) {
@@ -111,7 +129,7 @@ static bool watch_finds_the_oldest(void)
         const Enqueued* oldest = watch_oldest(w);
         well = well && (oldest == nullptr ? 0 : oldest->elems) == row.oldest;
     }
-    for (size_t i = 0; i < 2 * WATCH_ENQUEUED; i++) watch_enqueued(w, "later", i, 0);
+    for (size_t i = 0; i < 2 * WATCH_ENQUEUED; i++) watch_enqueued(w, "later", i, 0, "");
     const Enqueued* oldest = watch_oldest(w);
     well = well && oldest != nullptr && oldest->elems == WATCH_ENQUEUED;
     w->progress = nullptr;
@@ -127,11 +145,13 @@ int main(void)
     int num_passed = watch_finds_the_oldest(), num_failed = !num_passed;
     for (int R = 1; R <= 64; R++) {
         num_wrong = 0;
-        for (int table = 0; table < 8; table++) {
-            int num_tensors = 1 + (int)random_below(20);
+        for (int table = 0; table < 16; table++) {
+            const int num_tensors = 1 + (int)random_below(20), num_groups = table < 8 ? 1 : 3;
+            const int group_ranks[3] = {R, 1 + (int)random_below(R), 1};
+            Tensor* tensors = random_table(num_tensors, table % 8 >= 2, num_groups);
             Shard s;
-            shard_build(&s, random_table(num_tensors, table >= 2), num_tensors, R);
-            check_shard(&s, R);
+            shard_build(&s, tensors, num_tensors, group_ranks, num_groups);
+            check_shard(&s, group_ranks, num_groups);
             shard_free(&s);
         }
         if (num_wrong == 0) num_passed++;

@@ -6,46 +6,51 @@
 /* Bytes this rank sends in one step, by the same arithmetic as the collectives. */
 typedef struct SentBytes { size_t gradients, parameters, sums, optimizer; } SentBytes;
 
-/* Elements that are gathered into the double buffer in one micro-step: a dry run of zero_params_begin. */
-static size_t micro_step_gather_elems(const Zero* z, int (&cached)[UNIT_BUFFERS])
+/* Bytes that this rank sends when its slice of unit u is gathered. */
+static size_t unit_gather_bytes(const Zero* z, int u)
+{
+    const size_t elem_bytes = unit_is_fp32(z->shard, u) ? sizeof(float) : sizeof(floatX);
+    return comm_scatter_bytes(unit_group(z, u), unit_slice(z, u).count, elem_bytes);
+}
+
+/* The same of what is gathered into the double buffer in one micro-step: a dry run of zero_params_begin. */
+static size_t micro_step_gather_bytes(const Zero* z, int (&cached)[UNIT_BUFFERS])
 {
     const Buckets* buckets = &z->param_buckets;
-    size_t elems = 0;
+    size_t bytes = 0;
     for (int visit = 0; visit < z->num_visits; visit++) {
         for (int b : {buckets->of_unit[z->visits[visit]], next_buffered_bucket(z, visit)}) {
             if (!bucket_is_buffered(buckets, b) || cached[buckets->buffer[b]] == b) continue;
             cached[buckets->buffer[b]] = b;
-            elems += bucket_range(buckets, z->shard, b).count;
+            for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++) bytes += unit_gather_bytes(z, u);
         }
     }
-    return elems;
+    return bytes;
 }
 
 /* The same in one step. Every micro-step but the first begins with what the one before has left. */
-static size_t buffered_gather_elems(const Zero* z)
+static size_t buffered_gather_bytes(const Zero* z)
 {
     int cached[UNIT_BUFFERS] = {-1, -1};
-    const size_t first = micro_step_gather_elems(z, cached), later = micro_step_gather_elems(z, cached);
+    const size_t first = micro_step_gather_bytes(z, cached), later = micro_step_gather_bytes(z, cached);
     return first + (size_t)(z->num_micro_steps - 1) * later;
 }
 
 static SentBytes zero_sent_bytes(const Zero* z)
 {
     const Shard* s = z->shard;
-    const Comm* c = z->comm;
     SentBytes bytes = {};
-    bytes.sums = comm_all_reduce_bytes(c, NUM_STEP_SUMS, sizeof(double));
+    bytes.sums = comm_all_reduce_bytes(z->all, NUM_STEP_SUMS, sizeof(double));
     bytes.optimizer = phase_sent_bytes(z);
+    bytes.parameters = buffered_gather_bytes(z);
     for (int u = 0; u < s->num_units; u++) {
-        size_t count = s->units[u].range.count, slice = count / s->num_ranks;
+        const Group* group = unit_group(z, u);
         size_t num_reductions = unit_is_buffered(&z->grad_buckets, u) ? z->num_micro_steps : 1;
         size_t elem_bytes = dtype_bytes(unit_storage(z, u).sent);
-        if (z->stage == 0) bytes.gradients += comm_all_reduce_bytes(c, count, elem_bytes);
-        else bytes.gradients += num_reductions * comm_scatter_bytes(c, slice, elem_bytes);
-        if (z->stage > 0 && !unit_is_buffered(&z->param_buckets, u))
-            bytes.parameters += comm_scatter_bytes(c, slice, unit_is_fp32(s, u) ? sizeof(float) : sizeof(floatX));
+        if (z->stage == 0) bytes.gradients += comm_all_reduce_bytes(group, s->units[u].range.count, elem_bytes);
+        else bytes.gradients += num_reductions * comm_scatter_bytes(group, unit_slice(z, u).count, elem_bytes);
+        if (z->stage > 0 && !unit_is_buffered(&z->param_buckets, u)) bytes.parameters += unit_gather_bytes(z, u);
     }
-    bytes.parameters += comm_scatter_bytes(c, buffered_gather_elems(z) / s->num_ranks, sizeof(floatX));
     return bytes;
 }
 
@@ -72,7 +77,7 @@ static unsigned long long zero_state_hash(Zero* z)
     const Shard* shard = z->shard;
     hash_begin(z);
     for (int u = 0; u < shard->num_units; u++) {
-        Range slice = shard_slice(shard, u, z->comm->rank);
+        Range slice = unit_slice(z, u);
         for (int t = shard->units[u].first_tensor; t < shard->units[u].first_tensor + shard->units[u].num_tensors;
              t++) {
             Range part = tensor_part(&shard->tensors[t], slice);
@@ -84,19 +89,20 @@ static unsigned long long zero_state_hash(Zero* z)
                                           state * shard->num_params + logical, z->compute);
         }
     }
-    comm_all_reduce(z->comm, z->hash, 1, ncclUint64, z->compute);
+    comm_all_reduce(z->all, z->hash, 1, ncclUint64, z->compute);
     return hash_end(z);
 }
 
-/* Hash of what must be equal on every rank: whole parameters, and at stage 0 the moments. Synchronises. */
-static unsigned long long zero_replica_hash(Zero* z)
+/* Hash of what must be equal on every rank of a group: whole parameters, and at stage 0 the moments. Synchronises. */
+static unsigned long long zero_replica_hash(Zero* z, const Group* group)
 {
     const Shard* shard = z->shard;
     hash_begin(z);
     for (int u = 0; u < shard->num_units; u++) {
         Range range = shard->units[u].range;
+        if (unit_group(z, u) != group) continue;
         if (!unit_is_buffered(&z->param_buckets, u))
-            state_hash_accumulate(z->hash, unit_is_fp32(shard, u) ? values_of(z->fp32_params)
+            state_hash_accumulate(z->hash, unit_is_fp32(shard, u) ? values_of(z->fp32_params + range.first)
                                                                   : Values{z->unit_params[u], FLOATX_DTYPE, nullptr},
                                   range.count, range.first, z->compute);
         if (zero_slices_states(z)) continue;
@@ -106,4 +112,11 @@ static unsigned long long zero_replica_hash(Zero* z)
                                       (STATE_FIRST + k) * shard->num_elems + range.first, z->compute);
     }
     return hash_end(z);
+}
+
+/* --check-replicas: group by group. */
+static void zero_ensure_replicas(Zero* z, size_t step)
+{
+    for (const Group* g = z->groups; g < z->groups + z->num_groups; g++)
+        group_ensure_replica(g, zero_replica_hash(z, g), step);
 }

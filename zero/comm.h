@@ -1,8 +1,10 @@
 /* comm.h: ranks and what they send each other. Every MPI and NCCL call of the program is here.
- * Collectives are enqueued on a stream. asked_bytes counts what this rank sends for them by the bandwidth-optimal
- * algorithms: (R-1)/R of the data once for a reduce-scatter or an all-gather, twice for an all-reduce. The CPU and
- * emulated builds also count what is really sent. With one rank nothing is sent, and a process that no launcher has
- * started does not start MPI. NO_MPI and NO_NCCL build without the libraries, for one rank only. */
+ * Comm is the job: all ranks, their hosts and the watchdog. Group is some of them: group_all, or one color of
+ * group_split. Collectives are of a group and enqueued on a stream. asked_bytes counts what this rank sends for them by
+ * the bandwidth-optimal algorithms: (R-1)/R of the data once for a reduce-scatter or an all-gather, twice for an
+ * all-reduce. The CPU and emulated builds also count what is really sent. In a group of one rank nothing is sent, and a
+ * process that no launcher has started does not start MPI. NO_MPI and NO_NCCL build without the libraries, for one rank
+ * only. */
 #pragma once
 #include <climits>
 #include <cstdint>
@@ -29,19 +31,32 @@ typedef struct Comm {
     int rank, num_ranks;            // of all
     int host_rank, host_num_ranks;  // on this host
     bool has_mpi;                   // MPI_Init was called
-    ncclComm_t nccl;
-    size_t asked_bytes;             // of all collectives enqueued since the start
+    struct Group* groups;           // that have a communicator, the newest first
     Watch* watch;                   // null with one rank
-    bool in_group;                  // between comm_group_begin and _end
+    bool in_group;                  // between comm_group_begin and _end: NCCL's group of calls
     cudaStream_t streams[WATCH_STREAMS];    // that collectives were enqueued on
     int num_streams, stream_idx;    // stream_idx: of the newest collective
     unsigned long long* progress;   // (WATCH_STREAMS) pinned: see watchdog.h
-    char* pieces;                   // --deterministic: what the ranks send for one reduction; else null
 #ifndef NO_MPI
     MPI_Comm host;
     MPI_Win beats;
 #endif
 } Comm;
+
+/* Ranks that share units or sums. */
+typedef struct Group {
+    Comm* job;
+    int rank, num_ranks;            // of the group
+    int* rank_of;                   // (ranks of the job) the rank of each in its group of this split; null: its own
+    char words[128];                // " in tp group 1 (ranks 2, 3)", for messages; empty: all ranks
+    size_t asked_bytes;             // of all collectives enqueued since the start
+    char* pieces;                   // --deterministic: what the ranks send for one reduction; else null
+    ncclComm_t nccl;                // null with one rank
+#ifndef NO_MPI
+    MPI_Comm mpi;
+#endif
+    struct Group* next;             // of the job
+} Group;
 
 #define MPI_CHECK(call) do { \
     int mpi_error_ = (call); \
@@ -199,52 +214,127 @@ static void comm_watch(Comm* c, double timeout_s)
 #endif
 }
 
-/* After the device is chosen. */
-#ifndef NO_NCCL
-static const char* comm_error(void* communicator)
+/* All ranks of the job, which may be imagined: group_connect makes the communicator. */
+static void group_all(Group* g, Comm* c)
 {
-    ncclResult_t error = ncclSuccess;
-    const ncclResult_t answer = ncclCommGetAsyncError((ncclComm_t)communicator, &error);
-    if (answer != ncclSuccess) return ncclGetErrorString(answer);
-    return error == ncclSuccess || error == ncclInProgress ? nullptr : ncclGetErrorString(error);
+    *g = Group{};
+    g->job = c;
+    g->rank = c->rank;
+    g->num_ranks = c->num_ranks;
+#ifndef NO_MPI
+    g->mpi = MPI_COMM_WORLD;
+#endif
+}
+
+/* The rank of the job's rank `rank` in its group of the split that g is of: which slice of a unit it owns. */
+static int group_rank_of(const Group* g, int rank) { return g->rank_of != nullptr ? g->rank_of[rank] : rank; }
+
+#ifndef NO_NCCL
+/* The first error that NCCL has found in a group of the job. The watchdog's thread asks. */
+static bool comm_error(void* job, char* text, size_t size)
+{
+    for (const Group* g = ((const Comm*)job)->groups; g != nullptr; g = g->next) {
+        ncclResult_t error = ncclSuccess;
+        const ncclResult_t answer = ncclCommGetAsyncError(g->nccl, &error);
+        if (answer == ncclSuccess && (error == ncclSuccess || error == ncclInProgress)) continue;
+        snprintf(text, size, "%s%s", ncclGetErrorString(answer != ncclSuccess ? answer : error), g->words);
+        return true;
+    }
+    return false;
+}
+
+/* Adds the group to the job's, or takes it out; meanwhile the watchdog does not look at them. */
+static void group_list(Group* g, bool adds)
+{
+    Comm* c = g->job;
+    watch_communicators(c->watch, nullptr, nullptr);
+    Group** at = &c->groups;
+    while (!adds && *at != g) at = &(*at)->next;
+    if (adds) g->next = c->groups;
+    *at = adds ? g : g->next;
+    watch_communicators(c->watch, c->groups != nullptr ? c : nullptr, comm_error);
 }
 #endif
 
-static void comm_init_nccl(Comm* c)
+/* After the device is chosen. */
+static void group_connect(Group* g)
 {
-    if (c->num_ranks == 1) return;
+    if (g->num_ranks == 1) return;
 #if defined(NO_NCCL) || defined(NO_MPI)
-    die("this binary is built with NO_MPI or NO_NCCL: it runs one rank, not %d; build it without them", c->num_ranks);
+    die("this binary is built with NO_MPI or NO_NCCL: it runs one rank, not %d; build it without them", g->num_ranks);
 #else
     ncclUniqueId id;
-    if (c->rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
-    MPI_CHECK(MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD));
-    NCCL_CHECK(ncclCommInitRank(&c->nccl, c->num_ranks, id, c->rank));
-    watch_communicator(c->watch, c->nccl, comm_error);
+    if (g->rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
+    MPI_CHECK(MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, g->mpi));
+    NCCL_CHECK(ncclCommInitRank(&g->nccl, g->num_ranks, id, g->rank));
+    group_list(g, true);
+#endif
+}
+
+/* Writes " in NAME group COLOR (ranks 0, 2)"; of more than 8 ranks the first 7 and the last. */
+static void group_name(Group* g, const char* name, int color, const int* ranks)
+{
+    const int last = g->num_ranks - 1;
+    size_t n = (size_t)snprintf(g->words, sizeof g->words, " in %s group %d (ranks", name, color);
+    for (int i = 0; i <= last && n < sizeof g->words; i = i == 6 && last > 7 ? last : i + 1)
+        n += (size_t)snprintf(g->words + n, sizeof g->words - n, "%s %d%s", i == last && last > 7 ? " ..." : "",
+                              ranks[i], i < last ? "," : ")");
+}
+
+/* Splits all ranks: those that give the same color >= 0 form a group, in which they are ordered by key. Called by all
+ * ranks in the same order. `all` is connected. */
+static void group_split(Group* g, const Group* all, int color, int key, const char* name)
+{
+    group_all(g, all->job);
+    if (all->num_ranks == 1) return;
+#if !defined(NO_NCCL) && !defined(NO_MPI)
+    MPI_CHECK(MPI_Comm_split(all->mpi, color, key, &g->mpi));
+    MPI_CHECK(MPI_Comm_rank(g->mpi, &g->rank));
+    MPI_CHECK(MPI_Comm_size(g->mpi, &g->num_ranks));
+    g->rank_of = (int*)malloc_checked(all->num_ranks * sizeof(int));
+    int* ranks = (int*)malloc_checked(g->num_ranks * sizeof(int));
+    MPI_CHECK(MPI_Allgather(&g->rank, 1, MPI_INT, g->rank_of, 1, MPI_INT, all->mpi));
+    MPI_CHECK(MPI_Allgather(&all->rank, 1, MPI_INT, ranks, 1, MPI_INT, g->mpi));
+    group_name(g, name, color, ranks);
+    free(ranks);
+    const bool alone = g->num_ranks == 1;
+    NCCL_CHECK(ncclCommSplit(all->nccl, alone ? NCCL_SPLIT_NOCOLOR : color, key, &g->nccl, nullptr));
+    if (!alone) group_list(g, true);
+#else
+    (void)color; (void)key; (void)name;
 #endif
 }
 
 /* One tiny collective of each kind: NCCL connects, and takes its memory, at the first. data: n elements a rank. */
-static void comm_connect(const Comm* c, float* data, size_t n)
+static void group_warm_up(const Group* g, float* data, size_t n)
 {
 #if !defined(NO_NCCL) && !defined(NO_MPI)
-    if (c->num_ranks == 1) return;
-    float* own = data + c->rank * n;
-    CUDA_CHECK(cudaMemset(data, 0, n * c->num_ranks * sizeof *data));
-    NCCL_CHECK(ncclAllReduce(data, data, n, ncclFloat32, ncclSum, c->nccl, nullptr));
-    NCCL_CHECK(ncclReduceScatter(data, own, n, ncclFloat32, ncclSum, c->nccl, nullptr));
-    NCCL_CHECK(ncclAllGather(own, data, n, ncclFloat32, c->nccl, nullptr));
+    if (g->num_ranks == 1) return;
+    float* own = data + g->rank * n;
+    CUDA_CHECK(cudaMemset(data, 0, n * g->num_ranks * sizeof *data));
+    NCCL_CHECK(ncclAllReduce(data, data, n, ncclFloat32, ncclSum, g->nccl, nullptr));
+    NCCL_CHECK(ncclReduceScatter(data, own, n, ncclFloat32, ncclSum, g->nccl, nullptr));
+    NCCL_CHECK(ncclAllGather(own, data, n, ncclFloat32, g->nccl, nullptr));
 #else
-    (void)c; (void)data; (void)n;
+    (void)g; (void)data; (void)n;
 #endif
+}
+
+static void group_free(Group* g)
+{
+#if !defined(NO_NCCL) && !defined(NO_MPI)
+    if (g->nccl != nullptr) {
+        group_list(g, false);
+        NCCL_CHECK(ncclCommDestroy(g->nccl));
+    }
+    if (g->rank_of != nullptr) MPI_CHECK(MPI_Comm_free(&g->mpi));
+#endif
+    free(g->rank_of);
+    *g = Group{};
 }
 
 static void comm_free(Comm* c)
 {
-#ifndef NO_NCCL
-    watch_communicator(c->watch, nullptr, nullptr);
-    if (c->nccl != nullptr) NCCL_CHECK(ncclCommDestroy(c->nccl));
-#endif
 #ifndef NO_MPI
     if (!c->has_mpi) return;
     die_together = nullptr;
@@ -293,16 +383,24 @@ static void comm_barrier_idle(const Comm* c)
     comm_idle(c, false);
 }
 
-/* data of rank `from` to all. */
-static void comm_broadcast_host(const Comm* c, void* data, size_t size_bytes, int from = 0)
+/* data of rank `from` of the group to all of it. */
+static void group_broadcast_host(const Group* g, void* data, size_t size_bytes, int from = 0)
 {
-    if (c->num_ranks == 1) return;
+    if (g->num_ranks == 1) return;
 #ifndef NO_MPI
     ENSURE(size_bytes <= INT_MAX, "broadcast of %zu bytes in one piece", size_bytes);
-    MPI_CHECK(MPI_Bcast(data, (int)size_bytes, MPI_BYTE, from, MPI_COMM_WORLD));
+    MPI_CHECK(MPI_Bcast(data, (int)size_bytes, MPI_BYTE, from, g->mpi));
 #else
     (void)data; (void)size_bytes; (void)from;
 #endif
+}
+
+/* data of rank `from` to all. */
+static void comm_broadcast_host(const Comm* c, void* data, size_t size_bytes, int from = 0)
+{
+    Group all;
+    group_all(&all, (Comm*)c);
+    group_broadcast_host(&all, data, size_bytes, from);
 }
 
 /* Host memory of one rank to another rank, which calls comm_receive_host. */
@@ -420,26 +518,26 @@ static void comm_ensure_same(const Comm* c, uint64_t value, const char* what)
            rank_text(rank), what);
 }
 
-/* The same during training, for a hash of what every rank stores whole. */
-static void comm_ensure_replica(const Comm* c, uint64_t hash, size_t step)
+/* The same during training, for a hash of what every rank of the group stores whole. */
+static void group_ensure_replica(const Group* g, uint64_t hash, size_t step)
 {
-    uint64_t rank_0 = hash;
-    comm_broadcast_host(c, &rank_0, sizeof rank_0);
-    ENSURE(rank_0 == hash,
-           "--check-replicas: after step %zu rank %d holds other parameters than rank 0 (hash %016llx, not %016llx): "
-           "a faulty GPU or link; resume from the last checkpoint without it", step, c->rank,
-           (unsigned long long)hash, (unsigned long long)rank_0);
+    struct { uint64_t hash; int rank; } first = {hash, g->job->rank};
+    group_broadcast_host(g, &first, sizeof first);
+    ENSURE(first.hash == hash,
+           "--check-replicas: after step %zu rank %d holds other parameters than rank %d%s (hash %016llx, not "
+           "%016llx): a faulty GPU or link; resume from the last checkpoint without it", step, g->job->rank,
+           first.rank, g->words, (unsigned long long)hash, (unsigned long long)first.hash);
 }
 
 /* Bytes that a rank sends for a reduce-scatter or all-gather of R*n elements, and rank 0 for an all-reduce of n. */
-static inline size_t comm_scatter_bytes(const Comm* c, size_t n, size_t elem_bytes)
+static inline size_t comm_scatter_bytes(const Group* g, size_t n, size_t elem_bytes)
 {
-    return (c->num_ranks - 1) * n * elem_bytes;
+    return (g->num_ranks - 1) * n * elem_bytes;
 }
-static inline size_t comm_all_reduce_bytes(const Comm* c, size_t n, size_t elem_bytes)
+static inline size_t comm_all_reduce_bytes(const Group* g, size_t n, size_t elem_bytes)
 {
-    size_t own = ceil_div(n, c->num_ranks);   // rank 0 sums these, sends the rest to their owners, and its sum to all
-    return (n - own + (c->num_ranks - 1) * own) * elem_bytes;
+    size_t own = ceil_div(n, g->num_ranks);   // rank 0 sums these, sends the rest to their owners, and its sum to all
+    return (n - own + (g->num_ranks - 1) * own) * elem_bytes;
 }
 
 static inline size_t nccl_type_bytes(ncclDataType_t type)
@@ -453,17 +551,19 @@ static void comm_shows_progress(const Comm* c, bool shows)
     if (c->watch != nullptr) c->watch->progress = shows ? c->progress : nullptr;
 }
 
-/* Before a collective of n elements is enqueued. */
-static void comm_enqueue_begin(Comm* c, const char* name, size_t n, cudaStream_t stream)
+/* Before a collective of n elements is enqueued, for which this rank sends so many bytes. */
+static void comm_enqueue_begin(Group* g, const char* name, size_t n, size_t sent_bytes, cudaStream_t stream)
 {
-    watch_collective(c->watch, name, n);
+    Comm* c = g->job;
+    g->asked_bytes += sent_bytes;
+    watch_collective(c->watch, name, n, g->words);
     if (c->watch == nullptr) return;
     int idx = 0;
     while (idx < c->num_streams && c->streams[idx] != stream) idx++;
     ENSURE(idx < WATCH_STREAMS, "collectives on more than %d streams", (int)WATCH_STREAMS);
     if (idx == c->num_streams) c->streams[c->num_streams++] = stream;
     c->stream_idx = idx;
-    watch_enqueued(c->watch, name, n, idx);
+    watch_enqueued(c->watch, name, n, idx, g->words);
 }
 
 /* After it; collectives of a group count as enqueued when the group ends. */
@@ -479,20 +579,19 @@ static void comm_enqueue_end(const Comm* c, const char* activity, size_t n)
 static SpanKind comm_kind(const Comm* c) { return c->num_ranks > 1 ? SpanKind::COMMUNICATION : SpanKind::COMPUTE; }
 
 /* data (n) = sum over ranks, in place. */
-static void comm_all_reduce(Comm* c, void* data, size_t n, ncclDataType_t type, cudaStream_t stream)
+static void comm_all_reduce(Group* g, void* data, size_t n, ncclDataType_t type, cudaStream_t stream)
 {
-    if (c->num_ranks == 1 || n == 0) return;
-    const size_t sent_bytes = comm_all_reduce_bytes(c, n, nccl_type_bytes(type));
+    if (g->num_ranks == 1 || n == 0) return;
+    const size_t sent_bytes = comm_all_reduce_bytes(g, n, nccl_type_bytes(type));
     CommunicationScope communication(stream, true);
     COMM_OP(stream, sent_bytes, n);
-    comm_enqueue_begin(c, "ncclAllReduce", n, stream);
-    c->asked_bytes += sent_bytes;
+    comm_enqueue_begin(g, "ncclAllReduce", n, sent_bytes, stream);
 #ifndef NO_NCCL
-    NCCL_CHECK(ncclAllReduce(data, data, n, type, ncclSum, c->nccl, stream));
+    NCCL_CHECK(ncclAllReduce(data, data, n, type, ncclSum, g->nccl, stream));
 #else
     (void)data;
 #endif
-    comm_enqueue_end(c, "what follows ncclAllReduce", n);
+    comm_enqueue_end(g->job, "what follows ncclAllReduce", n);
 }
 
 static ncclDataType_t dtype_nccl(Dtype dtype)
@@ -502,89 +601,86 @@ static ncclDataType_t dtype_nccl(Dtype dtype)
 
 /* --deterministic: receives this rank's slice of every rank as pieces (R,n) and sums them in fp32 in rank order, so
  * that the bits do not depend on NCCL's algorithm. */
-static void comm_reduce_in_order(Comm* c, Values out, Values inp, size_t n, bool adds, cudaStream_t stream)
+static void comm_reduce_in_order(Group* g, Values out, Values inp, size_t n, bool adds, cudaStream_t stream)
 {
-    const Values pieces = {c->pieces, inp.dtype, nullptr};
+    const Values pieces = {g->pieces, inp.dtype, nullptr};
     size_t piece_bytes = n * dtype_bytes(inp.dtype);
-    CUDA_CHECK(cudaMemcpyAsync(values_from(pieces, c->rank * n).at, values_from(inp, c->rank * n).at, piece_bytes,
+    CUDA_CHECK(cudaMemcpyAsync(values_from(pieces, g->rank * n).at, values_from(inp, g->rank * n).at, piece_bytes,
                                cudaMemcpyDeviceToDevice, stream));
 #ifndef NO_NCCL
     NCCL_CHECK(ncclGroupStart());
-    for (int i = 1; i < c->num_ranks; i++) {
-        int to = (c->rank + i) % c->num_ranks, from = (c->rank + c->num_ranks - i) % c->num_ranks;
+    for (int i = 1; i < g->num_ranks; i++) {
+        int to = (g->rank + i) % g->num_ranks, from = (g->rank + g->num_ranks - i) % g->num_ranks;
         ncclDataType_t type = dtype_nccl(inp.dtype);
-        NCCL_CHECK(ncclSend(values_from(inp, to * n).at, n, type, to, c->nccl, stream));
-        NCCL_CHECK(ncclRecv(values_from(pieces, from * n).at, n, type, from, c->nccl, stream));
+        NCCL_CHECK(ncclSend(values_from(inp, to * n).at, n, type, to, g->nccl, stream));
+        NCCL_CHECK(ncclRecv(values_from(pieces, from * n).at, n, type, from, g->nccl, stream));
     }
     NCCL_CHECK(ncclGroupEnd());
 #endif
-    values_sum(out, pieces, c->num_ranks, n, adds, stream);
+    values_sum(out, pieces, g->num_ranks, n, adds, stream);
 }
 
 /* out (n) = sum over ranks of their inp[rank*n ...]; inp is (R*n). `out` may be inp + rank*n. With --deterministic
  * `out` may have another type and may be added to; otherwise it has inp's type and is overwritten. */
-static void comm_reduce_scatter(Comm* c, Values out, Values inp, size_t n, bool adds, cudaStream_t stream)
+static void comm_reduce_scatter(Group* g, Values out, Values inp, size_t n, bool adds, cudaStream_t stream)
 {
     if (n == 0) return;
-    if (c->num_ranks == 1) {
+    if (g->num_ranks == 1) {
         if (out.at != inp.at) values_sum(out, inp, 1, n, adds, stream);
         return;
     }
-    const size_t sent_bytes = comm_scatter_bytes(c, n, dtype_bytes(inp.dtype));
+    const size_t sent_bytes = comm_scatter_bytes(g, n, dtype_bytes(inp.dtype));
     COMM_OP(stream, sent_bytes, n);
-    comm_enqueue_begin(c, "ncclReduceScatter", n, stream);
-    c->asked_bytes += sent_bytes;
-    assert(c->pieces != nullptr || (out.dtype == inp.dtype && !adds));
-    if (c->pieces != nullptr) comm_reduce_in_order(c, out, inp, n, adds, stream);
+    comm_enqueue_begin(g, "ncclReduceScatter", n, sent_bytes, stream);
+    assert(g->pieces != nullptr || (out.dtype == inp.dtype && !adds));
+    if (g->pieces != nullptr) comm_reduce_in_order(g, out, inp, n, adds, stream);
 #ifndef NO_NCCL
-    else NCCL_CHECK(ncclReduceScatter(inp.at, out.at, n, dtype_nccl(inp.dtype), ncclSum, c->nccl, stream));
+    else NCCL_CHECK(ncclReduceScatter(inp.at, out.at, n, dtype_nccl(inp.dtype), ncclSum, g->nccl, stream));
 #endif
-    comm_enqueue_end(c, "what follows ncclReduceScatter", n);
+    comm_enqueue_end(g->job, "what follows ncclReduceScatter", n);
 }
 
 /* data (R*n) = every rank's `own` (n), in rank order. `own` may be data + rank*n. */
-static void comm_all_gather(Comm* c, void* data, const void* own, size_t n, ncclDataType_t type, cudaStream_t stream)
+static void comm_all_gather(Group* g, void* data, const void* own, size_t n, ncclDataType_t type, cudaStream_t stream)
 {
     size_t bytes = n * nccl_type_bytes(type);
     if (n == 0) return;
-    if (c->num_ranks == 1) {
+    if (g->num_ranks == 1) {
         OP(stream, 0, data != own ? 2.0 * bytes : 0.0, n);
         if (data != own) CUDA_CHECK(cudaMemcpyAsync(data, own, bytes, cudaMemcpyDeviceToDevice, stream));
         return;
     }
-    const size_t sent_bytes = comm_scatter_bytes(c, n, nccl_type_bytes(type));
+    const size_t sent_bytes = comm_scatter_bytes(g, n, nccl_type_bytes(type));
     COMM_OP(stream, sent_bytes, n);
-    comm_enqueue_begin(c, "ncclAllGather", n, stream);
-    c->asked_bytes += sent_bytes;
+    comm_enqueue_begin(g, "ncclAllGather", n, sent_bytes, stream);
 #ifndef NO_NCCL
-    NCCL_CHECK(ncclAllGather(own, data, n, type, c->nccl, stream));
+    NCCL_CHECK(ncclAllGather(own, data, n, type, g->nccl, stream));
 #endif
-    comm_enqueue_end(c, "what follows ncclAllGather", n);
+    comm_enqueue_end(g->job, "what follows ncclAllGather", n);
 }
 
-/* n floats from one rank to another; call both within a group. */
-static void comm_send(Comm* c, const float* data, size_t n, int to, cudaStream_t stream)
+/* n floats from one rank of the group to another; call both between comm_group_begin and _end. */
+static void comm_send(Group* g, const float* data, size_t n, int to, cudaStream_t stream)
 {
     COMM_OP(stream, n * sizeof(float), n);
-    comm_enqueue_begin(c, "ncclSend", n, stream);
-    c->asked_bytes += n * sizeof(float);
+    comm_enqueue_begin(g, "ncclSend", n, n * sizeof(float), stream);
 #ifndef NO_NCCL
-    NCCL_CHECK(ncclSend(data, n, ncclFloat32, to, c->nccl, stream));
+    NCCL_CHECK(ncclSend(data, n, ncclFloat32, to, g->nccl, stream));
 #else
     (void)data; (void)to;
 #endif
 }
-static void comm_receive(Comm* c, float* data, size_t n, int from, cudaStream_t stream)
+static void comm_receive(Group* g, float* data, size_t n, int from, cudaStream_t stream)
 {
-    comm_enqueue_begin(c, "ncclRecv", n, stream);
+    comm_enqueue_begin(g, "ncclRecv", n, 0, stream);
 #ifndef NO_NCCL
-    NCCL_CHECK(ncclRecv(data, n, ncclFloat32, from, c->nccl, stream));
+    NCCL_CHECK(ncclRecv(data, n, ncclFloat32, from, g->nccl, stream));
 #else
     (void)data; (void)from;
 #endif
 }
 
-/* Collectives between begin and end are sent together. */
+/* Collectives between begin and end, also of several groups, are sent together. */
 static void comm_group_begin(Comm* c)
 {
     c->in_group = true;
@@ -601,26 +697,40 @@ static void comm_group_end(Comm* c)
     comm_enqueue_end(c, "what follows a group of collectives", 0);
 }
 
-/* Bytes this rank has sent in collectives since the start. */
-static size_t comm_sent_so_far(const Comm* c)
+/* Bytes this rank has sent in collectives of the group since the start. */
+static size_t group_sent_so_far(const Group* g)
 {
 #if defined(DEVICE_CUDA)
-    return c->asked_bytes;
+    return g->asked_bytes;
 #else
-    (void)c;
     size_t bytes = 0;
-    for (int kind = 0; kind < NUM_COLLECTIVES; kind++) bytes += nccl_wire_bytes((Collective)kind);
+    for (int kind = 0; kind < NUM_COLLECTIVES && g->nccl != nullptr; kind++)
+        bytes += nccl_wire_bytes(g->nccl, (Collective)kind);
     return bytes;
 #endif
 }
 
+/* The same of all groups, and what it should be. */
+static size_t comm_sent_so_far(const Comm* c)
+{
+    size_t bytes = 0;
+    for (const Group* g = c->groups; g != nullptr; g = g->next) bytes += group_sent_so_far(g);
+    return bytes;
+}
+static size_t comm_asked_so_far(const Comm* c)
+{
+    size_t bytes = 0;
+    for (const Group* g = c->groups; g != nullptr; g = g->next) bytes += g->asked_bytes;
+    return bytes;
+}
+
 /* Host memory of the communicator itself; NCCL's own device buffers are not known beforehand. */
-static size_t comm_workspace_bytes(const Comm* c)
+static size_t comm_workspace_bytes(const Group* g)
 {
 #if defined(DEVICE_CUDA)
-    (void)c;
+    (void)g;
     return 0;
 #else
-    return c->num_ranks > 1 ? nccl_workspace_bytes(c->num_ranks) : 0;
+    return g->num_ranks > 1 ? nccl_workspace_bytes(g->num_ranks) : 0;
 #endif
 }

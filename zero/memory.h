@@ -18,7 +18,7 @@ static void plan_gradients(Zero* z, Plan* plan)
         if (unit_accumulates(z, u)) accumulated += count;
         if (unit_accumulates(z, u) && count > largest_accumulated) largest_accumulated = count;
         Dtype whole = unit_accumulates(z, u) ? z->storage.grads : Dtype::FP32;
-        converts = converts || (count > 0 && whole != unit_storage(z, u).sent);
+        converts = converts || (count > 0 && s->units[u].num_ranks > 1 && whole != unit_storage(z, u).sent);
     }
     for (int b = 0; b < buckets->num_buckets; b++) largest = max_count(largest, bucket_range(buckets, s, b).count);
     if (zero_slices_grads(z)) {
@@ -26,7 +26,7 @@ static void plan_gradients(Zero* z, Plan* plan)
             plan_add(plan, "gradients, double buffer", D, &z->grad_buffers[k], buckets->buffer_elems);
         plan_add(plan, "gradients, embeddings and head", D, &z->persistent_grads, persistent);
         plan_add(plan, "gradients, slice", zero_place(z, OFFLOAD_GRADIENTS), &z->grad_slices,
-                 values_bytes(s->num_elems / s->num_ranks, z->storage.grads, num_fp32_states(z)));
+                 values_bytes(s->slice_elems, z->storage.grads, num_fp32_states(z)));
     } else if (accumulated > 0) {
         plan_add(plan, "gradients", D, &z->grads, accumulated * dtype_bytes(z->storage.grads));
         plan_add(plan, "gradients, embeddings and head", D, &z->persistent_grads, persistent);
@@ -34,17 +34,19 @@ static void plan_gradients(Zero* z, Plan* plan)
     } else {
         plan_add(plan, "gradients", D, &z->grads, s->num_elems * sizeof(float));
     }
-    if (converts && s->num_ranks > 1)
+    if (converts)
         plan_add(plan, "gradients, as they are sent", D, &z->sent, largest * dtype_bytes(z->storage.sent));
 }
 
 static void plan_params(Zero* z, Plan* plan)
 {
     const Shard* s = z->shard;
-    size_t kept = 0, slices = 0, fp32 = s->num_fp32_units > 0 ? s->units[0].range.count : 0;
-    for (int u = s->num_fp32_units; u < s->num_units; u++) {
-        if (unit_is_buffered(&z->param_buckets, u)) slices += s->units[u].range.count / s->num_ranks;
-        else kept += s->units[u].range.count;
+    size_t kept = 0, slices = 0, fp32 = 0;
+    for (int u = 0; u < s->num_units; u++) {
+        const size_t count = s->units[u].range.count;
+        if (unit_is_fp32(s, u)) fp32 += count;
+        else if (unit_is_buffered(&z->param_buckets, u)) slices += count / s->units[u].num_ranks;
+        else kept += count;
     }
     plan_add(plan, z->stage == 3 ? "persistent parameters" : "parameters", Place::DEVICE, &z->params, kept);
     if (fp32 > 0) plan_add(plan, "parameters in fp32", Place::DEVICE, &z->fp32_params, fp32);
@@ -56,7 +58,7 @@ static void plan_params(Zero* z, Plan* plan)
                  z->param_buckets.buffer_elems);
 }
 
-/* Master weights of the `count` elements that this rank updates, but for the fp32 unit, which is its own master. */
+/* Master weights of the `count` elements that this rank updates, but for the fp32 units, their own masters. */
 static void plan_master(Zero* z, Plan* plan, size_t count)
 {
     Dtype master = z->storage.master;
@@ -92,11 +94,28 @@ static void plan_optimizer(Zero* z, Plan* plan)
     plan_phase(z, plan);
 }
 
-/* Adds every buffer of this stage to the plan; pointers are valid after plan_allocate and zero_start. */
-static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const ZeroConfig* config)
+/* --deterministic: for each group the pieces of its largest unit. */
+static void plan_pieces(Zero* z, Plan* plan)
+{
+    for (int g = 0; g < z->num_groups; g++) {
+        size_t largest_bytes = 0;
+        for (int u = 0; u < z->shard->num_units; u++)
+            if (unit_group(z, u) == &z->groups[g])
+                largest_bytes = max_count(largest_bytes,
+                                          z->shard->units[u].range.count * dtype_bytes(unit_storage(z, u).sent));
+        if (z->groups[g].num_ranks > 1)
+            plan_add(plan, "gradients, pieces of all ranks", Place::DEVICE, &z->groups[g].pieces, largest_bytes);
+    }
+}
+
+/* Adds every buffer of this stage to the plan; pointers are valid after plan_allocate and zero_start. groups
+ * (num_groups): those of the shard's units, the first of all ranks. */
+static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Group* groups, int num_groups, const ZeroConfig* config)
 {
     *z = Zero{};
-    z->comm = comm;
+    z->comm = groups[0].job;
+    z->groups = z->all = groups;
+    z->num_groups = num_groups;
     z->shard = shard;
     z->stage = config->stage;
     z->training = config->training;
@@ -120,14 +139,9 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     buckets_build(&z->grad_buckets, shard, kept_grads, config->reduce_bucket);
     buckets_build(&z->param_buckets, shard, kept, config->gather_bucket);
     free(kept);
-    size_t whole = shard->num_elems, state = zero_slices_states(z) ? whole / shard->num_ranks : whole;
     plan_params(z, plan);
-    plan_master(z, plan, state);
-    size_t largest_bytes = 0;
-    for (int u = 0; u < shard->num_units; u++)
-        largest_bytes = max_count(largest_bytes, shard->units[u].range.count * dtype_bytes(unit_storage(z, u).sent));
-    if (z->training && config->deterministic && shard->num_ranks > 1)
-        plan_add(plan, "gradients, pieces of all ranks", Place::DEVICE, &comm->pieces, largest_bytes);
+    plan_master(z, plan, zero_slices_states(z) ? shard->slice_elems : shard->num_elems);
+    if (z->training && config->deterministic) plan_pieces(z, plan);
     if (z->training) {
         plan_gradients(z, plan);
         plan_optimizer(z, plan);
@@ -141,7 +155,7 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Comm* comm, const
     plan_add(plan, "step results", Place::HOST, &z->h_found, shard->num_tensors);
     plan_add(plan, "step results", Place::HOST, &z->h_state, 2);
     plan_add(plan, "step results", Place::HOST, &z->h_asks, NUM_ASKS);
-    plan_add(plan, "step results", Place::HOST, &comm->progress, WATCH_STREAMS);
+    plan_add(plan, "step results", Place::HOST, &z->comm->progress, WATCH_STREAMS);
     plan_add(plan, "staging buffers for files", Place::HOST, &z->staging, STAGING_ELEMS);
 }
 
@@ -170,12 +184,12 @@ static void zero_locate_units(Zero* z)
         z->whole_grads[u] = accumulates ? accumulated : values_of(z->unit_grads[u]);
         if (accumulates) accumulated = values_from(accumulated, range.count);
         if (unit_is_fp32(s, u)) {
-            z->unit_params[u] = z->fp32_rounded;
+            z->unit_params[u] = z->fp32_rounded != nullptr ? z->fp32_rounded + range.first : nullptr;
             z->own_params[u] = nullptr;
         } else if (param_buffer != NOT_BUFFERED) {
             z->unit_params[u] = z->param_buffers[param_buffer] + unit_buffer_offset(params, s, u);
             z->own_params[u] = slices;
-            slices += range.count / s->num_ranks;
+            slices += range.count / s->units[u].num_ranks;
         } else {
             z->unit_params[u] = kept;
             z->own_params[u] = kept + (zero_owned(z, u).first - range.first);
@@ -191,7 +205,7 @@ static void zero_locate_grad_parts(Zero* z)
     GradPart* parts = (GradPart*)malloc_checked(s->num_tensors * sizeof *parts);
     for (int t = 0; t < s->num_tensors; t++) {
         int u = s->tensors[t].unit;
-        Range part = tensor_part(&s->tensors[t], shard_slice(s, u, z->comm->rank));
+        Range part = tensor_part(&s->tensors[t], unit_slice(z, u));
         parts[t] = GradPart{part.count > 0 ? zero_reduced_grad(z, u, part.first) : Values{}, part.count};
     }
     CUDA_CHECK(cudaMemcpy(z->grad_parts, parts, s->num_tensors * sizeof *parts, cudaMemcpyHostToDevice));

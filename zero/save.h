@@ -68,17 +68,15 @@ static void saver_plan(Saver* s, Zero* z, Plan* plan)
     for (int state = 0; state < NUM_STATES; state++) {
         bool kept = false;
         for (int t = 0; t < z->shard->num_tensors; t++) kept = kept || state_is_kept(z, state, &z->shard->tensors[t]);
-        const size_t elems = z->shard->num_elems / z->shard->num_ranks;
-        if (kept) plan_add(plan, "states being saved", Place::HOST, &s->values[state], elems);
+        if (kept) plan_add(plan, "states being saved", Place::HOST, &s->values[state], z->shard->slice_elems);
     }
 }
 
 /* The host copy of this rank's `part` of tensor t: of the type it has on the device, in space for floats. */
 static Values state_saved(const Saver* s, int state, const Tensor* t, Range part)
 {
-    const Shard* shard = s->zero->shard;
-    Range slice = shard_slice(shard, t->unit, s->zero->comm->rank);
-    float* at = s->values[state] + shard_packed_first(shard, t->unit) + (part.first - slice.first);
+    const size_t offset = part.first - unit_slice(s->zero, t->unit).first;
+    float* at = s->values[state] + s->zero->shard->units[t->unit].packed_first + offset;
     Dtype dtype = zero_state(s->zero, state, t->unit, part.first).dtype;
     return Values{at, dtype, dtype == Dtype::SPLIT ? (unsigned short*)at + part.count : nullptr};
 }
@@ -157,7 +155,7 @@ static bool save_slices(Saver* s, int owner, char (&why)[1024])
         uint64_t* sums = s->sums + state * shard->num_tensors;
         const Tensor* t = &shard->tensors[t_idx];
         if (!state_is_kept(s->zero, state, t)) continue;
-        Range part = tensor_part(t, shard_slice(shard, t->unit, owner));
+        Range part = tensor_part(t, shard_slice(shard, t->unit, group_rank_of(unit_group(s->zero, t->unit), owner)));
         const Values values = own ? state_saved(s, state, t, part) : Values{};
         state_name(name, s->zero, t, state);
         SaveChunk k = {state == STATE_WEIGHTS ? s->weights : s->optimizer, nullptr, 0, 0, nullptr};
@@ -319,7 +317,7 @@ static void states_copy(Saver* s)
     for (int i = 0; i < NUM_STATES * z->shard->num_tensors; i++) {
         int state = i / z->shard->num_tensors;
         const Tensor* t = &z->shard->tensors[i % z->shard->num_tensors];
-        Range part = tensor_part(t, shard_slice(z->shard, t->unit, z->comm->rank));
+        Range part = tensor_part(t, unit_slice(z, t->unit));
         if (part.count == 0 || !state_is_kept(z, state, t)) continue;
         Values to = state_saved(s, state, t, part), from = zero_state(z, state, t->unit, part.first);
         size_t size_bytes = part.count * dtype_bytes(from.dtype);

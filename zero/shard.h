@@ -3,19 +3,20 @@
  *
  * All parameters form one flat space, cut into units: tensors that are gathered and released together (the embeddings,
  * each block, the head). A unit's tensors follow one another in the layout of the HF file, each at a multiple of
- * SHARD_ALIGN_ELEMS or joined to the one before; the unit is padded to a multiple of R * SHARD_ALIGN_ELEMS. Rank r owns
- * slice r of every unit:
+ * SHARD_ALIGN_ELEMS or joined to the one before. A unit has a group of R ranks (comm.h) that share it, and is padded to
+ * a multiple of R * SHARD_ALIGN_ELEMS. Rank r of the group owns slice r of the unit:
  *
  *      unit 0                                  unit 1
  *      | tensor a  | tensor b |pad|            | tensor c |  tensor d   | pad |
  *      | slice 0 | slice 1 | slice 2 |         | slice 0  | slice 1 | slice 2 |
  *
- * Since each unit's size is a multiple of R, a buffer of one rank's slices of all units has that of a unit at
- * unit.first / R, without a table. Padding is always 0: its gradient is never written, and it is in no norm and no
- * file.
+ * So each element of what a rank has of the parameters is owned by one rank of its unit's group, and a sum over the
+ * slices of all ranks counts it once, whatever the groups are. A rank's slices of all units also follow one another in
+ * buffers of their own, at unit.packed_first. Padding is always 0: its gradient is never written, and it is in no norm
+ * and no file.
  *
- * Tensors stored in fp32 (--fp32-tensors) form a unit of their own, unit 0; the units that the caller has numbered from
- * 0 then start at 1, and may be empty.
+ * Tensors stored in fp32 (--fp32-tensors) form units of their own, one for each group that has any, before all others;
+ * the units that the caller has numbered from 0 follow, and may be empty.
  *
  * A tensor too large for one unit is cut into pieces: each is a Tensor with the name of the whole, some of its rows and
  * a unit of its own. Only the unit of the last piece has padding, so that all pieces together are one matrix. */
@@ -34,8 +35,9 @@ typedef struct Tensor {
     size_t shape[2];        // as in the HF file; shape[1] = 1 if one-dimensional
     size_t padded_rows;     // >= shape[0]: rows past shape[0] are always 0 and never leave the program
     size_t file_rows, file_first_row;   // of a piece: rows of the whole tensor, and the first of them in this piece
+    int group;              // which ranks share it: index of a group of zero_plan
     int unit;
-    int home;               // the model's unit for it; tensors stored in fp32 are in unit 0 instead
+    int home;               // the model's unit for it; tensors stored in fp32 are in an fp32 unit instead
     bool fp32;              // weight, gradient and states are stored in fp32, whatever -p is
     double init_std;        // > 0: N(0, init_std); 0: every element is init_value
     double init_value;
@@ -51,16 +53,21 @@ typedef struct Tensor {
     size_t logical_first;   // the same without any padding: equal for every R
 } Tensor;
 
-typedef struct Unit { Range range; int first_tensor, num_tensors; } Unit;
+typedef struct Unit {
+    Range range;
+    size_t packed_first;    // start of a rank's slice in a buffer of its slices of all units
+    int first_tensor, num_tensors;
+    int group, num_ranks;   // of its tensors, and how many ranks that group has
+} Unit;
 
 typedef struct Shard {
     Tensor* tensors;
     int num_tensors;
     Unit* units;
     int num_units;
-    int num_fp32_units;     // 1 if tensors are stored in fp32, else 0
-    int num_ranks;          // R
+    int num_fp32_units;
     size_t num_elems;       // of the flat space, padding included
+    size_t slice_elems;     // of a rank's slices of all units
     size_t num_params;      // without padding, as in the files
 } Shard;
 
@@ -84,52 +91,78 @@ static inline size_t tensor_file_offset(const Tensor* t, size_t flat)
     return t->file_first_row * t->shape[1] + (flat - t->first);
 }
 
-/* Moves tensors stored in fp32 to the front, otherwise in order. Returns whether there are any. */
-static bool tensors_part_fp32(Tensor* tensors, int num_tensors)
+/* Moves tensors stored in fp32 to the front, those of each group into a unit of their own; otherwise in order. Returns
+ * the number of these units. */
+static int tensors_part_fp32(Tensor* tensors, int num_tensors, int num_groups)
 {
     Tensor* sorted = (Tensor*)malloc_checked(num_tensors * sizeof(Tensor));
-    int n = 0;
-    for (int t = 0; t < num_tensors; t++) if (tensors[t].fp32) sorted[n++] = tensors[t];
-    bool has_fp32 = n > 0;
+    int n = 0, num_units = 0;
+    for (int group = 0; group < num_groups; group++) {
+        const int before = n;
+        for (int t = 0; t < num_tensors; t++) {
+            if (!tensors[t].fp32 || tensors[t].group != group) continue;
+            sorted[n] = tensors[t];
+            sorted[n++].unit = num_units;
+        }
+        num_units += n > before;
+    }
     for (int t = 0; t < num_tensors; t++) if (!tensors[t].fp32) sorted[n++] = tensors[t];
     for (int t = 0; t < num_tensors; t++) {
-        sorted[t].home += has_fp32;
-        sorted[t].unit = sorted[t].fp32 ? 0 : sorted[t].home;
+        sorted[t].home += num_units;
+        if (!sorted[t].fp32) sorted[t].unit = sorted[t].home;
     }
     memcpy(tensors, sorted, num_tensors * sizeof(Tensor));
     free(sorted);
-    return has_fp32;
+    return num_units;
 }
 
-/* Lays out `tensors` (sorted by unit, units numbered from 0 without a gap) for R ranks. Takes over the array. */
-static void shard_build(Shard* s, Tensor* tensors, int num_tensors, int num_ranks)
+/* The ranks of a unit: the group of its first tensor, which the others have too. A unit without tensors has group 0. */
+static void unit_set_group(Unit* unit, const Tensor* tensors, const int* group_ranks)
 {
-    ENSURE(num_tensors > 0 && num_ranks > 0, "shard_build: %d tensors, %d ranks", num_tensors, num_ranks);
+    unit->group = unit->num_tensors > 0 ? tensors[unit->first_tensor].group : 0;
+    unit->num_ranks = group_ranks[unit->group];
+    for (int t = unit->first_tensor; t < unit->first_tensor + unit->num_tensors; t++)
+        ENSURE(tensors[t].group == unit->group, "shard_build: %s and %s are in one unit, but in groups %d and %d",
+               tensors[unit->first_tensor].name, tensors[t].name, unit->group, tensors[t].group);
+}
+
+/* Lays out `tensors` (sorted by unit, units numbered from 0 without a gap) for groups of group_ranks[Tensor.group]
+ * ranks. Takes over the array. */
+static void shard_build(Shard* s, Tensor* tensors, int num_tensors, const int* group_ranks, int num_groups)
+{
+    ENSURE(num_tensors > 0, "shard_build: no tensors");
     int num_units = tensors[num_tensors - 1].unit + 1;
-    *s = Shard{tensors, num_tensors, nullptr, num_units, 0, num_ranks, 0, 0};
+    *s = Shard{};
+    s->tensors = tensors;
+    s->num_tensors = num_tensors;
+    s->num_units = num_units;
     for (int t = 0, unit = -1; t < num_tensors; t++) {
         ENSURE(tensors[t].unit == unit || tensors[t].unit == unit + 1, "shard_build: tensor %s is not in unit order",
                tensors[t].name);
+        ENSURE(tensors[t].group >= 0 && tensors[t].group < num_groups, "shard_build: %s has group %d, of %d",
+               tensors[t].name, tensors[t].group, num_groups);
         tensors[t].home = unit = tensors[t].unit;
         tensors[t].logical_first = s->num_params;
         s->num_params += tensor_elems(&tensors[t]);
     }
-    s->num_fp32_units = tensors_part_fp32(tensors, num_tensors);
+    s->num_fp32_units = tensors_part_fp32(tensors, num_tensors, num_groups);
     s->num_units += s->num_fp32_units;
     s->units = (Unit*)malloc_checked(s->num_units * sizeof(Unit));
-    size_t unit_align = (size_t)num_ranks * SHARD_ALIGN_ELEMS;
     int t = 0;
     for (int u = 0; u < s->num_units; u++) {
         Unit* unit = &s->units[u];
-        *unit = Unit{{s->num_elems, 0}, t, 0};
+        *unit = Unit{{s->num_elems, 0}, s->slice_elems, t, 0, 0, 0};
         for (; t < num_tensors && tensors[t].unit == u; t++, unit->num_tensors++) {
             size_t align = tensors[t].joined ? 1 : SHARD_ALIGN_ELEMS;
             unit->range.count = (unit->range.count + align - 1) / align * align;
             tensors[t].first = unit->range.first + unit->range.count;
             unit->range.count += tensors[t].padded_rows * tensors[t].shape[1];
         }
+        unit_set_group(unit, tensors, group_ranks);
+        size_t unit_align = (size_t)unit->num_ranks * SHARD_ALIGN_ELEMS;
         unit->range.count = (unit->range.count + unit_align - 1) / unit_align * unit_align;
         s->num_elems += unit->range.count;
+        s->slice_elems += unit->range.count / unit->num_ranks;
     }
 }
 
@@ -142,18 +175,12 @@ static void shard_free(Shard* s)
     *s = Shard{};
 }
 
-/* The elements of unit `unit_idx` that `rank` owns, in the flat space. */
+/* The elements of unit `unit_idx` that `rank` of its group owns, in the flat space. */
 static inline Range shard_slice(const Shard* s, int unit_idx, int rank)
 {
-    Range whole = s->units[unit_idx].range;
-    size_t count = whole.count / s->num_ranks;
-    return Range{whole.first + rank * count, count};
-}
-
-/* Start of a rank's slice of the unit in a buffer of its slices of all units (num_elems / R elements). */
-static inline size_t shard_packed_first(const Shard* s, int unit_idx)
-{
-    return s->units[unit_idx].range.first / s->num_ranks;
+    const Unit* unit = &s->units[unit_idx];
+    size_t count = unit->range.count / unit->num_ranks;
+    return Range{unit->range.first + rank * count, count};
 }
 
 /* The elements of tensor t inside `range`, in the flat space, without padded rows; count 0 if none. */

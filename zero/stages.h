@@ -9,10 +9,11 @@
  *            has (cached) is not gathered again. Persistent units, and those smaller than `persist_below`, have whole
  *            parameters, gathered after the step. The model defines which units are persistent: not those of a large
  *            untied vocabulary (model/passes.cuh).
- * Tensors stored in fp32 in a 16-bit model are one unit (shard.h). Every rank has it and its gradient whole, and rounds
- * a copy for the GEMMs that read it.
- * Rank r updates slice r of every unit (shard.h). The printed norm is summed by slices at every stage, so that it has
- * the same bits at all stages. Rajbhandari et al. 2020, arXiv:1910.02054.
+ * Tensors stored in fp32 in a 16-bit model are units of their own (shard.h). Every rank of the group has them and their
+ * gradients whole, and rounds a copy for the GEMMs that read them.
+ * Each unit has a group of ranks, which sum its gradient, store its slices and gather its parameters; rank r of the
+ * group updates slice r (shard.h). The printed norm is summed by slices at every stage, so that it has the same bits at
+ * all stages, and over all ranks: every element has one owner. Rajbhandari et al. 2020, arXiv:1910.02054.
  *
  * Streams: compute runs forward, backward and the optimizer; reduce sends gradients; gather sends parameters; d2h
  * copies states to be saved. stream_wait orders them. Without overlap all are one stream. Units are sent in buckets
@@ -78,6 +79,8 @@ typedef struct ZeroConfig {
 
 typedef struct Zero {
     Comm* comm;
+    Group *groups, *all;        // (num_groups) of units; the first is of all ranks
+    int num_groups;
     const Shard* shard;
     int stage;
     Storage storage;
@@ -92,9 +95,9 @@ typedef struct Zero {
     floatX* param_buffers[UNIT_BUFFERS];
     floatX** unit_params;       // (num_units) unit u's whole parameters, valid once it is gathered
     floatX** own_params;        // (num_units) the parameters of unit u that this rank updates
-    bool rounds_fp32;           // GEMMs read some of the fp32 unit
-    float* fp32_params;         // the fp32 unit, whole
-    floatX* fp32_rounded;       // its unit_params; null if no GEMM reads it
+    bool rounds_fp32;           // GEMMs read some of the fp32 units
+    float* fp32_params;         // the fp32 units, whole: the flat space begins with them
+    floatX* fp32_rounded;       // their unit_params; null if no GEMM reads them
     int cached_bucket[UNIT_BUFFERS]; // stage 3: the bucket whose parameters are in the buffer; -1: none
     const int* visits;          // (num_visits) units in the order in which a micro-step uses them
     int num_visits, visit;      // visit: index of the next
@@ -111,7 +114,7 @@ typedef struct Zero {
     const OptimizerRow* optimizer;
     char* states[MAX_STATES];   // (P) stage 0, (P/R) else; null: not a state of this optimizer; see zero_unit_state
     size_t* gapped_first;       // (num_units) start in states[GAPPED_STATE] of what this rank updates of unit u
-    size_t num_fp32_gapped;     // elements of states[GAPPED_STATE] in the fp32 unit
+    size_t num_fp32_gapped;     // elements of states[GAPPED_STATE] in the fp32 units
     int* first_of_name;         // (num_tensors) the first tensor of that name: the index in LAMB's sums
     double *lamb_sums, *lamb_scratch;   // (num_tensors,2)
     struct MuonSpace* muon;
@@ -153,14 +156,19 @@ static Place zero_place(const Zero* z, Offloaded part)
 static bool zero_slices_states(const Zero* z) { return z->stage >= 1; }
 static bool zero_slices_grads(const Zero* z) { return z->stage >= 2 && !z->reduces_once; }
 
+/* The ranks that share unit u, and what this rank owns of it. */
+static Group* unit_group(const Zero* z, int u) { return &z->groups[z->shard->units[u].group]; }
+static Range unit_slice(const Zero* z, int u) { return shard_slice(z->shard, u, unit_group(z, u)->rank); }
+
 /* What this rank updates of unit u: its range in the flat space, and the start of its states. */
 static Range zero_owned(const Zero* z, int u)
 {
-    return zero_slices_states(z) ? shard_slice(z->shard, u, z->comm->rank) : z->shard->units[u].range;
+    return zero_slices_states(z) ? unit_slice(z, u) : z->shard->units[u].range;
 }
 static size_t zero_state_first(const Zero* z, int u)
 {
-    return zero_slices_states(z) ? shard_packed_first(z->shard, u) : z->shard->units[u].range.first;
+    const Unit* unit = &z->shard->units[u];
+    return zero_slices_states(z) ? unit->packed_first : unit->range.first;
 }
 
 /* The data types of unit u. */
@@ -169,11 +177,16 @@ static Storage unit_storage(const Zero* z, int u)
     return unit_is_fp32(z->shard, u) ? Storage{Dtype::FP32, Dtype::FP32, Dtype::FP32, Dtype::FP32} : z->storage;
 }
 
-/* Elements of the fp32 unit that this rank updates. */
-static size_t num_fp32_states(const Zero* z) { return z->shard->num_fp32_units > 0 ? zero_owned(z, 0).count : 0; }
+/* Elements of the fp32 units that this rank updates. */
+static size_t num_fp32_states(const Zero* z)
+{
+    size_t count = 0;
+    for (int u = 0; u < z->shard->num_fp32_units; u++) count += zero_owned(z, u).count;
+    return count;
+}
 
 /* Element `offset`, of unit u, of an array over what this rank stores of all units. It begins with the num_fp32
- * elements of the fp32 unit, as floats; the others have `dtype`. */
+ * elements of the fp32 units, as floats; the others have `dtype`. */
 static Values unit_values(const Zero* z, void* base, Dtype dtype, int u, size_t offset, size_t num_fp32)
 {
     if (unit_is_fp32(z->shard, u)) return values_from(values_of((float*)base), offset);
@@ -184,7 +197,7 @@ static size_t values_bytes(size_t count, Dtype dtype, size_t num_fp32)
     return num_fp32 * sizeof(float) + (count - num_fp32) * dtype_bytes(dtype);
 }
 
-/* Address of parameter `flat`, which this rank updates, of unit u, which is not the fp32 unit. */
+/* Address of parameter `flat`, which this rank updates, of unit u, which is not an fp32 unit. */
 static floatX* zero_own_param(const Zero* z, int u, size_t flat)
 {
     return z->own_params[u] + (flat - zero_owned(z, u).first);
@@ -201,9 +214,8 @@ static bool unit_accumulates(const Zero* z, int u)
 static Values zero_reduced_grad(const Zero* z, int u, size_t flat)
 {
     if (!zero_slices_grads(z)) return values_from(z->whole_grads[u], flat - z->shard->units[u].range.first);
-    size_t slice = shard_slice(z->shard, u, z->comm->rank).first;
-    return unit_values(z, z->grad_slices, z->storage.grads, u, shard_packed_first(z->shard, u) + (flat - slice),
-                       num_fp32_states(z));
+    return unit_values(z, z->grad_slices, z->storage.grads, u,
+                       z->shard->units[u].packed_first + (flat - unit_slice(z, u).first), num_fp32_states(z));
 }
 
 /* Of the elements that this rank updates of unit u before `flat`, how many have no state in slot GAPPED_STATE: those of
@@ -258,7 +270,7 @@ static Values zero_state(const Zero* z, int state, int u, size_t flat)
     size_t offset = flat - zero_owned(z, u).first;
     if (state != STATE_WEIGHTS)
         return values_from(zero_unit_state(z, k, u), offset - (k == GAPPED_STATE ? zero_gap(z, u, flat) : 0));
-    if (unit_is_fp32(z->shard, u)) return values_of(z->fp32_params + (flat - z->shard->units[u].range.first));
+    if (unit_is_fp32(z->shard, u)) return values_of(z->fp32_params + flat);
     floatX* param = zero_own_param(z, u, flat);
     offset += zero_state_first(z, u) - num_fp32_states(z);
     if (z->storage.master == FLOATX_DTYPE) return Values{param, FLOATX_DTYPE, nullptr};
@@ -278,26 +290,31 @@ static void wait_for_ranks(Zero* z, cudaEvent_t event)
 /* All-gathers unit u on the gather stream. */
 static void unit_gather(Zero* z, int u)
 {
-    size_t n = z->shard->units[u].range.count / z->shard->num_ranks;
+    Group* group = unit_group(z, u);
+    size_t n = unit_slice(z, u).count;
     if (unit_is_fp32(z->shard, u)) {
-        comm_all_gather(z->comm, z->fp32_params, z->fp32_params + z->comm->rank * n, n, ncclFloat32, z->gather);
+        float* unit = z->fp32_params + z->shard->units[u].range.first;
+        comm_all_gather(group, unit, unit + group->rank * n, n, ncclFloat32, z->gather);
         return;
     }
     const floatX* own = z->own_params[u];
     if (unit_is_buffered(&z->param_buckets, u) && zero_place(z, OFFLOAD_PARAMETERS) == Place::HOST) {
-        floatX* slice = z->unit_params[u] + z->comm->rank * n;
+        floatX* slice = z->unit_params[u] + group->rank * n;
         OP_CALL("cudaMemcpyAsync", z->gather, n * sizeof(floatX), n);
         CUDA_CHECK(cudaMemcpyAsync(slice, own, n * sizeof(floatX), cudaMemcpyHostToDevice, z->gather));
         own = slice;
     }
-    comm_all_gather(z->comm, z->unit_params[u], own, n, FLOATX_NCCL, z->gather);
+    comm_all_gather(group, z->unit_params[u], own, n, FLOATX_NCCL, z->gather);
 }
 
-/* If bucket b has the fp32 unit: rounds the copy that GEMMs read. */
+/* Rounds the copies that GEMMs read of the fp32 units in bucket b. */
 static void bucket_round(Zero* z, int b, cudaStream_t stream)
 {
-    if (z->fp32_rounded != nullptr && z->param_buckets.first_unit[b] == 0)
-        weights_round(z->fp32_rounded, z->fp32_params, z->shard->units[0].range.count, stream);
+    const Buckets* buckets = &z->param_buckets;
+    for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1] && unit_is_fp32(z->shard, u); u++)
+        if (z->fp32_rounded != nullptr)
+            weights_round(z->unit_params[u], z->fp32_params + z->shard->units[u].range.first,
+                          z->shard->units[u].range.count, stream);
 }
 
 static void bucket_gather(Zero* z, int b)
@@ -437,7 +454,7 @@ static Values unit_sent(const Zero* z, int u)
 {
     Values kept = z->whole_grads[u];
     Dtype sent = unit_storage(z, u).sent;
-    if (kept.dtype == sent || z->comm->num_ranks == 1) return kept;
+    if (kept.dtype == sent || unit_group(z, u)->num_ranks == 1) return kept;
     return values_from(Values{z->sent, sent, nullptr}, unit_buffer_offset(&z->grad_buckets, z->shard, u));
 }
 
@@ -451,32 +468,34 @@ static bool sum_goes_home(const Zero* z, Values own, Values sent, bool adds)
  * its final buffer (zero_reduced_grad) or overwrites what was sent. */
 static void unit_reduce(Zero* z, int u, bool adds)
 {
-    size_t count = z->shard->units[u].range.count, n = count / z->shard->num_ranks;
-    Values inp = unit_sent(z, u), slice = values_from(inp, z->comm->rank * n);
-    Values own = zero_reduced_grad(z, u, shard_slice(z->shard, u, z->comm->rank).first);
-    bool sums = z->comm->pieces != nullptr || z->comm->num_ranks == 1;   // comm_reduce_scatter converts and adds too
+    Group* group = unit_group(z, u);
+    size_t count = z->shard->units[u].range.count, n = count / group->num_ranks;
+    Values inp = unit_sent(z, u), slice = values_from(inp, group->rank * n);
+    Values own = zero_reduced_grad(z, u, unit_slice(z, u).first);
+    bool sums = group->pieces != nullptr || group->num_ranks == 1;   // comm_reduce_scatter converts and adds too
     if (z->stage > 0) {
-        if (sums) comm_reduce_scatter(z->comm, own, inp, n, adds, z->reduce);
-        else comm_reduce_scatter(z->comm, sum_goes_home(z, own, inp, adds) ? own : slice, inp, n, false, z->reduce);
-    } else if (z->comm->pieces != nullptr) {
-        comm_reduce_scatter(z->comm, slice, inp, n, false, z->reduce);
-        comm_all_gather(z->comm, inp.at, slice.at, n, dtype_nccl(inp.dtype), z->reduce);
+        if (sums) comm_reduce_scatter(group, own, inp, n, adds, z->reduce);
+        else comm_reduce_scatter(group, sum_goes_home(z, own, inp, adds) ? own : slice, inp, n, false, z->reduce);
+    } else if (group->pieces != nullptr) {
+        comm_reduce_scatter(group, slice, inp, n, false, z->reduce);
+        comm_all_gather(group, inp.at, slice.at, n, dtype_nccl(inp.dtype), z->reduce);
     } else {
-        comm_all_reduce(z->comm, inp.at, count, dtype_nccl(inp.dtype), z->reduce);
+        comm_all_reduce(group, inp.at, count, dtype_nccl(inp.dtype), z->reduce);
     }
 }
 
 /* Copies the result to its final buffer if unit_reduce has not written it there. */
 static void unit_keep_reduced(Zero* z, int u, bool adds)
 {
-    size_t count = z->shard->units[u].range.count, n = count / z->shard->num_ranks;
+    const Group* group = unit_group(z, u);
+    size_t count = z->shard->units[u].range.count, n = count / group->num_ranks;
     Values inp = unit_sent(z, u);
     if (z->stage == 0) {
         if (inp.at != z->whole_grads[u].at) values_convert(z->whole_grads[u], inp, count, z->reduce);
-    } else if (z->comm->pieces == nullptr && z->comm->num_ranks > 1) {
-        Values own = zero_reduced_grad(z, u, shard_slice(z->shard, u, z->comm->rank).first);
+    } else if (group->pieces == nullptr && group->num_ranks > 1) {
+        Values own = zero_reduced_grad(z, u, unit_slice(z, u).first);
         if (sum_goes_home(z, own, inp, adds)) return;
-        values_sum(own, values_from(inp, z->comm->rank * n), 1, n, adds, z->reduce);
+        values_sum(own, values_from(inp, group->rank * n), 1, n, adds, z->reduce);
     }
 }
 
@@ -493,7 +512,8 @@ static void zero_gradient_end(Zero* z, int u, int micro, int num_micro)
     if (u != buckets->first_unit[b] || (!boundary && !buffered)) return;
     stream_wait(z->reduce, z->compute, z->edge, "the bucket's gradient is complete");
     CommunicationScope communication(z->reduce, z->comm->num_ranks > 1);
-    bool one_by_one = z->comm->pieces != nullptr;   // c->pieces has room for one unit
+    bool one_by_one = false;   // Group.pieces has room for one unit
+    for (int i = u; i < end; i++) one_by_one = one_by_one || unit_group(z, i)->pieces != nullptr;
     for (int i = u; i < end; i++)
         if (unit_sent(z, i).at != z->whole_grads[i].at)
             values_convert(unit_sent(z, i), z->whole_grads[i], z->shard->units[i].range.count, z->reduce);

@@ -75,7 +75,7 @@ template <class R> static void lamb_begin(Zero* z, OptimizerConfig config)
     lamb_sums_clear(z);
     for (int u = 0; u < s->num_units; u++) {
         unit_update<typename R::First>(z, u, config);
-        Range slice = shard_slice(s, u, z->comm->rank), chunk;
+        Range slice = unit_slice(z, u), chunk;
         for (size_t first = slice.first; first < slice.first + slice.count; first += chunk.count) {
             chunk = unit_chunk(z, u, slice, first);
             OptimizerRuns runs = unit_runs(z, u, chunk, false);
@@ -84,11 +84,12 @@ template <class R> static void lamb_begin(Zero* z, OptimizerConfig config)
                        config.eps, z->compute);
         }
     }
-    comm_all_reduce(z->comm, z->lamb_sums, 2 * (size_t)s->num_tensors, ncclFloat64, z->compute);
+    comm_all_reduce(z->all, z->lamb_sums, 2 * (size_t)s->num_tensors, ncclFloat64, z->compute);
 }
 
 // ------------------------------------------------------------------------------------------------------------- Muon
 typedef struct MuonSpace {
+    Group* group;            // of their units: hidden matrices all have one
     int* tensors;            // the hidden matrices, the largest first
     int num_tensors;
     float* whole;            // stages 1-3: the matrix that this rank works on
@@ -102,11 +103,14 @@ static void plan_muon(Zero* z, Plan* plan)
     const Shard* s = z->shard;
     MuonSpace* m = z->muon = (MuonSpace*)malloc_checked(sizeof(MuonSpace));
     *m = MuonSpace{};
+    m->group = z->all;
     m->tensors = (int*)malloc_checked(s->num_tensors * sizeof(int));
     size_t whole = 0, matrix = 0, gram = 0;
     for (int t = 0; t < s->num_tensors; t++) {
         const Tensor* tensor = &s->tensors[t];
         if (!tensor->hidden) continue;
+        if (m->num_tensors == 0) m->group = unit_group(z, tensor->unit);
+        assert(m->group == unit_group(z, tensor->unit));
         int idx = m->num_tensors++;
         for (; idx > 0 && tensor_elems(&s->tensors[m->tensors[idx - 1]]) < tensor_elems(tensor); idx--)
             m->tensors[idx] = m->tensors[idx - 1];
@@ -117,18 +121,18 @@ static void plan_muon(Zero* z, Plan* plan)
         if (elems / tensor->num_fused > matrix) matrix = elems / tensor->num_fused;
         if (side * side > gram) gram = side * side;
     }
-    if (z->stage > 0 && s->num_ranks > 1) plan_add(plan, "Muon's matrices", Place::DEVICE, &m->whole, whole);
+    if (z->stage > 0 && m->group->num_ranks > 1) plan_add(plan, "Muon's matrices", Place::DEVICE, &m->whole, whole);
     for (floatX** x : {&m->x[0], &m->x[1]}) plan_add(plan, "Muon's matrices", Place::DEVICE, x, matrix);
     for (floatX** x : {&m->gram[0], &m->gram[1]}) plan_add(plan, "Muon's matrices", Place::DEVICE, x, gram);
     plan_add(plan, "Muon's matrices", Place::DEVICE, &m->parts, (size_t)MUON_PARTS);
 }
 
-/* What `rank` owns of tensor t, and the rank that works on the idx-th matrix. */
+/* What `rank` of the group owns of tensor t, and the rank that works on the idx-th matrix. */
 static Range muon_part(const Zero* z, const Tensor* t, int rank)
 {
     return tensor_part(t, shard_slice(z->shard, t->unit, rank));
 }
-static int muon_rank(const Zero* z, int idx) { return idx % z->shard->num_ranks; }
+static int muon_rank(const Zero* z, int idx) { return idx % z->muon->group->num_ranks; }
 
 /* With Muon gradients are stored in fp32: see storage_from_flags. */
 static float* muon_grad(const Zero* z, const Tensor* t, size_t flat)
@@ -152,14 +156,14 @@ static void muon_move(Zero* z, int idx, bool back)
 {
     MuonSpace* m = z->muon;
     const Tensor* t = &z->shard->tensors[m->tensors[idx]];
-    int owner = muon_rank(z, idx), rank = z->comm->rank;
-    for (int i = 0; i < z->comm->num_ranks; i++) {
+    int owner = muon_rank(z, idx), rank = m->group->rank;
+    for (int i = 0; i < m->group->num_ranks; i++) {
         Range part = muon_part(z, t, i);
         if (part.count == 0 || i == owner || (rank != owner && rank != i)) continue;
         bool receives = (rank == owner) != back;
         float* data = rank == owner ? m->whole + (part.first - t->first) : muon_grad(z, t, part.first);
-        if (receives) comm_receive(z->comm, data, part.count, rank == owner ? i : owner, z->compute);
-        else comm_send(z->comm, data, part.count, rank == owner ? i : owner, z->compute);
+        if (receives) comm_receive(m->group, data, part.count, rank == owner ? i : owner, z->compute);
+        else comm_send(m->group, data, part.count, rank == owner ? i : owner, z->compute);
     }
     Range own = muon_part(z, t, rank);
     if (rank != owner || own.count == 0) return;
@@ -183,16 +187,17 @@ template <class R> static void muon_begin(Zero* z, OptimizerConfig config)
 {
     MuonSpace* m = z->muon;
     for (int u = 0; u < z->shard->num_units; u++) unit_update<typename R::First>(z, u, config, true);
-    if (z->stage == 0 || z->comm->num_ranks == 1) {
+    const int num_ranks = m->group->num_ranks;
+    if (z->stage == 0 || num_ranks == 1) {
         for (int i = 0; i < m->num_tensors; i++) {
             const Tensor* t = &z->shard->tensors[m->tensors[i]];
             muon_tensor(z, t, muon_grad(z, t, t->first));
         }
         return;
     }
-    for (int first = 0; first < m->num_tensors; first += z->comm->num_ranks) {
-        int end = first + z->comm->num_ranks < m->num_tensors ? first + z->comm->num_ranks : m->num_tensors;
-        int mine = first + z->comm->rank;
+    for (int first = 0; first < m->num_tensors; first += num_ranks) {
+        int end = first + num_ranks < m->num_tensors ? first + num_ranks : m->num_tensors;
+        int mine = first + m->group->rank;
         for (bool back : {false, true}) {
             muon_move_round(z, first, end, back);
             if (!back && mine < end) muon_tensor(z, &z->shard->tensors[m->tensors[mine]], m->whole);
@@ -219,13 +224,15 @@ static size_t phase_sent_bytes(const Zero* z)
     const Shard* s = z->shard;
     const TensorPhase phase = z->optimizer->phase;
     if (!z->training) return 0;
-    if (phase == TensorPhase::NORMS) return comm_all_reduce_bytes(z->comm, 2 * (size_t)s->num_tensors, sizeof(double));
+    if (phase == TensorPhase::NORMS)
+        return comm_all_reduce_bytes(z->all, 2 * (size_t)s->num_tensors, sizeof(double));
     if (phase != TensorPhase::MATRICES || z->stage == 0) return 0;
     size_t elems = 0;
     for (int i = 0; i < z->muon->num_tensors; i++) {
         const Tensor* t = &s->tensors[z->muon->tensors[i]];
-        size_t own = muon_part(z, t, z->comm->rank).count;
-        elems += muon_rank(z, i) == z->comm->rank ? tensor_elems(t) - own : own;
+        const int rank = z->muon->group->rank;
+        size_t own = muon_part(z, t, rank).count;
+        elems += muon_rank(z, i) == rank ? tensor_elems(t) - own : own;
     }
     return elems * sizeof(float);
 }
@@ -257,11 +264,11 @@ static void zero_step_end(Zero* z, StepConfig config, OptimizerConfig optimizer,
     stream_wait(z->compute, z->reduce, z->edge, "every gradient has arrived");
     phase_begin(Phase::OPTIMIZER);
     for (int u = 0; u < shard->num_units; u++) {
-        Range slice = shard_slice(shard, u, z->comm->rank);
+        Range slice = unit_slice(z, u);
         global_norm_accumulate(z->step_sums, z->norm_scratch, zero_reduced_grad(z, u, slice.first), slice.count,
                                z->compute);
     }
-    comm_all_reduce(z->comm, z->step_sums, NUM_STEP_SUMS, ncclFloat64, z->compute);
+    comm_all_reduce(z->all, z->step_sums, NUM_STEP_SUMS, ncclFloat64, z->compute);
     step_state_update(z->state, z->step_sums, config, z->compute);
     nonfinite_find(z->found + slot * shard->num_tensors, z->grad_parts, shard->num_tensors, z->state, z->compute);
     CUDA_CHECK(cudaMemcpyAsync(&z->h_state[slot], z->state, sizeof(StepState), cudaMemcpyDeviceToHost, z->compute));

@@ -31,13 +31,14 @@ typedef struct alignas(64) Beat {
 static const unsigned long long BEAT_IS_SET = 0x74726f676e696874ull;
 
 /* A collective on a stream. Collectives are numbered from 1. */
-typedef struct Enqueued { const char* name; size_t elems; int stream_idx; } Enqueued;
+typedef struct Enqueued { const char *name, *group; size_t elems; int stream_idx; } Enqueued;
 
 typedef struct Watch {
     Beat* beats;                // (num_beats)
     int num_beats, own;
     double timeout_s;           // 0: never
     const char* volatile activity; // what the main thread does
+    const char* volatile group;    // and among which ranks: Group.words; empty: all, or none
     volatile size_t elems, step;
     volatile double moved_s;    // when the main thread last did something, on a clock without stopped_s
     volatile double stopped_s;  // how long this process was stopped, in all
@@ -48,8 +49,8 @@ typedef struct Watch {
     const unsigned long long* volatile progress;   // (WATCH_STREAMS) number of the newest complete one
     volatile bool idle;         // the main thread waits for work: only missing heartbeats count
     pthread_mutex_t asking;     // of the two below, while the thread uses them
-    const char* (*error_of)(void* communicator);   // what has failed, else null
-    void* communicator;         // null: there is none
+    bool (*error_of)(void* job, char* text, size_t size);   // has anything failed in the job's groups, and what?
+    void* job;                  // null: it has none
     volatile bool stops;
     pthread_t thread;
 } Watch;
@@ -72,28 +73,29 @@ static double watch_silent_s(const Watch* w, const Beat* b)
 }
 
 /* The main thread begins another activity. */
-static void watch_move(Watch* w, const char* activity, size_t elems)
+static void watch_move(Watch* w, const char* activity, size_t elems, const char* group = "")
 {
     if (w == nullptr) return;
     w->activity = activity;
+    w->group = group;
     w->elems = elems;
     w->moved_s = watch_running_s(w);
 }
 
 static void watch_host_call(Watch* w) { if (w != nullptr) w->num_host_calls++; }
 
-static void watch_collective(Watch* w, const char* name, size_t elems)
+static void watch_collective(Watch* w, const char* name, size_t elems, const char* group = "")
 {
     if (w == nullptr) return;
     w->beats[w->own].num_collectives++;
-    watch_move(w, name, elems);
+    watch_move(w, name, elems, group);
 }
 
 /* The main thread has enqueued a collective; returns its number. */
-static unsigned long long watch_enqueued(Watch* w, const char* name, size_t elems, int stream_idx)
+static unsigned long long watch_enqueued(Watch* w, const char* name, size_t elems, int stream_idx, const char* group)
 {
     unsigned long long number = w->num_enqueued + 1;
-    w->enqueued[number % WATCH_ENQUEUED] = Enqueued{name, elems, stream_idx};
+    w->enqueued[number % WATCH_ENQUEUED] = Enqueued{name, group, elems, stream_idx};
     w->num_enqueued = number;
     return number;
 }
@@ -115,13 +117,13 @@ static int watch_text(const Watch* w, const char* why, char* line, size_t size)
 {
     const Beat* own = &w->beats[w->own];
     size_t elems = w->elems;
-    const char* activity = w->activity;
+    const char *activity = w->activity, *group = w->group;
     const Enqueued* oldest = watch_oldest(w);
-    if (oldest != nullptr) { activity = oldest->name; elems = oldest->elems; }
+    if (oldest != nullptr) { activity = oldest->name; elems = oldest->elems; group = oldest->group; }
     char of[40] = "", rank[96];
     if (elems > 0) snprintf(of, sizeof of, " of %zu elements", elems);
-    int n = snprintf(line, size, "train_gpt: %s: %s: step %zu, in %s%s for %.1f s", rank_text(rank), why, w->step,
-                     activity, of, watch_running_s(w) - w->moved_s);
+    int n = snprintf(line, size, "train_gpt: %s: %s: step %zu, in %s%s%s for %.1f s", rank_text(rank), why,
+                     w->step, activity, of, group, watch_running_s(w) - w->moved_s);
     for (int i = 0; i < w->num_beats && n < (int)size; i++) {
         const Beat* b = watch_beat(w, i);
         if (b == nullptr) continue;
@@ -182,22 +184,22 @@ static double watch_waited_s(const Watch* w)
     return longest_s;
 }
 
-/* What error_of is asked about from here on. */
-static void watch_communicator(Watch* w, void* communicator, const char* (*error_of)(void*))
+/* The job that error_of is asked about from here on. */
+static void watch_communicators(Watch* w, void* job, bool (*error_of)(void*, char*, size_t))
 {
     if (w == nullptr) return;
     pthread_mutex_lock(&w->asking);
-    w->communicator = communicator;
+    w->job = job;
     w->error_of = error_of;
     pthread_mutex_unlock(&w->asking);
 }
 
-static const char* watch_error(Watch* w)
+static bool watch_error(Watch* w, char* text, size_t size)
 {
     pthread_mutex_lock(&w->asking);
-    const char* error = w->communicator != nullptr ? w->error_of(w->communicator) : nullptr;
+    const bool failed = w->job != nullptr && w->error_of(w->job, text, size);
     pthread_mutex_unlock(&w->asking);
-    return error;
+    return failed;
 }
 
 static void* watch_run(void* arg)
@@ -214,8 +216,8 @@ static void* watch_run(void* arg)
             watch_say(w, "waits longer than --timeout");
             _exit(1);
         }
-        if (const char* error = watch_error(w)) {
-            char why[160];
+        char error[240], why[256];
+        if (watch_error(w, error, sizeof error)) {
             snprintf(why, sizeof why, "NCCL reports: %s", error);
             watch_say(w, why);
             _exit(1);

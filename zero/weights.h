@@ -157,28 +157,29 @@ static void nonfinite_refuse(const Zero* z, const char* folder)
 }
 
 /* Reads a state of tensor t. Each rank reads its slice; if the files are not shared, rank 0 reads for all. If states
- * are not sliced, each slice is read by one rank and broadcast, so that each byte is read once. Adds tensor_sum of what
- * this rank has read to *sum, unless it is null. files and st may be null on a rank that does not read. */
+ * are not sliced, each slice is read by one rank and broadcast to its group, so that each byte is read once. Adds
+ * tensor_sum of what this rank has read to *sum, unless it is null. files and st may be null on a rank that does not
+ * read. */
 static void state_read(Zero* z, int state, const Tensor* t, const SafeTensors* files, const SafeTensor* st,
                        bool shared, uint64_t* sum)
 {
-    const Comm* c = z->comm;
+    const Group* group = unit_group(z, t->unit);
     const bool sliced = zero_slices_states(z), sends = !sliced || !shared;
-    for (int owner = 0; owner < c->num_ranks; owner++) {
+    for (int owner = 0; owner < group->num_ranks; owner++) {
         const int reader = shared ? owner : 0;
-        if (!sends && owner != c->rank) continue;
+        if (!sends && owner != group->rank) continue;
         Range part = tensor_part(t, shard_slice(z->shard, t->unit, owner));
         for (size_t done = 0, n; done < part.count; done += n) {
             n = part.count - done < STAGING_ELEMS ? part.count - done : STAGING_ELEMS;
             size_t first = tensor_file_offset(t, part.first) + done;
-            if (reader == c->rank) {
+            if (reader == group->rank) {
                 safetensors_read_f32(files, st, first, n, z->staging);
                 if (sum != nullptr) *sum += tensor_sum(z->staging, first, n);
                 if (state == STATE_WEIGHTS)
                     nonfinite_add(&z->nonfinite, nonfinite_in(z->shard, t, z->staging, first, n));
             }
-            if (sends) comm_broadcast_host(c, z->staging, n * sizeof(float), reader);
-            if (!sliced || owner == c->rank)
+            if (sends) group_broadcast_host(group, z->staging, n * sizeof(float), reader);
+            if (!sliced || owner == group->rank)
                 zero_state_from_host(z, state, t->unit, part.first + done, n, z->staging);
         }
     }
@@ -256,7 +257,7 @@ static void weights_visit_slices(Zero* z, const SafeTensors* files, const char* 
         const Tensor* t = &s->tensors[i];
         const SafeTensor* st = safetensors_get(files, t->name);
         watch_move(z->comm->watch, what, tensor_elems(t));
-        Range part = tensor_part(t, shard_slice(s, t->unit, z->comm->rank));
+        Range part = tensor_part(t, unit_slice(z, t->unit));
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < STAGING_ELEMS ? part.count - done : STAGING_ELEMS;
             zero_state_to_host(z, STATE_WEIGHTS, t->unit, part.first + done, n, z->staging);

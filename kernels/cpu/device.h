@@ -6,7 +6,7 @@
  *   pinned_used_bytes     host memory of cudaMallocHost, allocated now
  *   host_sync_count       how often the host waited for a stream, an event or the device; nothing inside a step should
  *   device_launches_wait  does a launch return when its work is done? Not with EMU_SEED
- *   nccl_wire_bytes       bytes this rank has sent to other ranks, by kind of collective
+ *   nccl_wire_bytes       bytes this rank has sent to others of a communicator, by kind of collective
  *   nccl_workspace_bytes  what a communicator of num_ranks allocates once, for the memory plan
  *   nccl_staging_bytes    of pinned_used_bytes, what collectives of ranks that share a GPU are staged in */
 #pragma once
@@ -23,6 +23,7 @@ bool device_launches_wait(void);
 
 enum class Collective { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE, SEND_RECV };
 static const int NUM_COLLECTIVES = 6;
-uint64_t nccl_wire_bytes(Collective kind);
+struct ncclComm;
+uint64_t nccl_wire_bytes(const struct ncclComm* comm, Collective kind);
 size_t nccl_workspace_bytes(int num_ranks);
 size_t nccl_staging_bytes(void);

@@ -26,12 +26,10 @@
 
 static const char* const collective_names[NUM_COLLECTIVES] = {
     "ncclAllReduce", "ncclReduceScatter", "ncclAllGather", "ncclBroadcast", "ncclReduce", "ncclSend/ncclRecv"};
-static uint64_t wire_bytes[NUM_COLLECTIVES];
 
 static const size_t SLOT_BYTES = 256 << 10;          // of one peer's contribution to one chunk; stays in the cache
 static const size_t MESSAGE_BYTES = 256 << 20;       // the most in one message where no slot is needed
 
-uint64_t nccl_wire_bytes(Collective kind) { return wire_bytes[(int)kind]; }
 size_t nccl_workspace_bytes(int num_ranks) { return num_ranks > 1 ? 2 * (size_t)num_ranks * SLOT_BYTES : 0; }
 
 struct Header { int kind, type, op, root; uint64_t count, call_idx; };   // call_idx counts collectives only
@@ -57,6 +55,7 @@ struct Work {
 struct ncclComm {
     int rank, num_ranks;
     uint64_t num_issued, num_completed, num_collectives;
+    uint64_t wire_bytes[NUM_COLLECTIVES];
 #ifndef NO_MPI
     MPI_Comm mpi;
     char* workspace;
@@ -67,6 +66,8 @@ struct ncclComm {
     int num_header_requests, num_stage_requests[2], requests_capacity;
 #endif
 };
+
+uint64_t nccl_wire_bytes(const ncclComm* comm, Collective kind) { return comm->wire_bytes[(int)kind]; }
 
 static size_t bytes_of(const Work* w, size_t elems) { return elems * nccl_type_bytes((ncclDataType_t)w->header.type); }
 static Collective kind_of(const Work* w) { return (Collective)w->header.kind; }
@@ -156,7 +157,7 @@ static void post_send(Work* w, int slot, const char* p, size_t size_bytes, int p
     ncclComm* comm = w->comm;
     MPI_Request* request = &comm->stage_requests[slot][comm->num_stage_requests[slot]++];
     MPI_CHECK(MPI_Isend, p, (int)size_bytes, MPI_BYTE, peer, tag, comm->mpi, request);
-    if (peer != comm->rank) wire_bytes[w->header.kind] += size_bytes;
+    if (peer != comm->rank) comm->wire_bytes[w->header.kind] += size_bytes;
 }
 
 static void post_recv(Work* w, int slot, char* p, size_t size_bytes, int peer, int tag)
