@@ -51,6 +51,7 @@ static void place_tensors(Shard* shard, const Flags* f, const Group* groups, int
         t->fp32 = num_groups > 1 && row.cols == 1;
         t->decay = t->num_dims == 2;
         t->hidden = t->decay && row.unit == 1;
+        t->grad_overwritten = t->hidden;
         t->in_out = i != 4;
         t->num_fused = i == 1 ? 3 : 1;
     }
@@ -71,11 +72,20 @@ static void load_params(Zero* z, const float* params)
     zero_params_loaded(z);
 }
 
+/* NaN where unit u's gradient will be: what is neither cleared nor overwritten then, padding too, fails the step. */
+static void spoil_gradient(Zero* z, int u)
+{
+    CUDA_CHECK(cudaDeviceSynchronize());
+    CUDA_CHECK(cudaMemsetAsync(z->unit_grads[u], 0xff, z->shard->units[u].range.count * sizeof(float), z->compute));
+}
+
 static void step(Zero* z, const Run* run, const float* grads, float share, float* scratch)
 {
+    for (int u = 0; u < z->shard->num_units; u++) spoil_gradient(z, u);
     zero_step_begin(z);
     for (int u = 0; u < z->shard->num_units; u++) zero_params_begin(z, u);   // as a forward asks for them
     for (int u = z->shard->num_units - 1; u >= 0; u--) {
+        if (unit_is_buffered(&z->grad_buckets, u)) spoil_gradient(z, u);
         float* grad = zero_gradient_begin(z, u);
         for (int t = 0; t < NUM_TENSORS; t++) {
             const Tensor* tensor = &z->shard->tensors[t];
