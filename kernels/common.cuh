@@ -2,7 +2,8 @@
  *   floatX            storage type of parameters and activations: PREC_FP32, PREC_BF16 or PREC_FP16. Arithmetic is fp32
  *   load_f, store_f   floatX <-> float
  *   ON_CPU(call)      in the CPU build runs `call` and returns from the launcher; elsewhere nothing
- *   CUDA_CHECK(call)  a failed call names itself, file:line and the library's words */
+ *   CUDA_CHECK(call)  a failed call names itself, file:line and the library's words
+ *   gpu_capability    90 is compute capability 9.0; 0: this is the CPU build */
 #pragma once
 #include <cassert>
 #include <cmath>
@@ -55,6 +56,15 @@ HOSTDEV void store_f(__half* p, float x) { *p = __float2half_rn(x); }
     cudaError_t cuda_error_ = (call); \
     if (cuda_error_ != cudaSuccess) die_at(WHERE, "%s: %s%s", #call, cudaGetErrorString(cuda_error_), CUDA_LATE); \
 } while (0)
+
+static inline int gpu_capability()
+{
+    int device, major, minor;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    return 10 * major + minor;
+}
 
 /* The finaliser of SplitMix64 (Steele, Lea, Flood 2014): 64 well mixed bits from any 64. */
 static constexpr uint64_t GOLDEN_GAMMA = 0x9E3779B97F4A7C15ull;

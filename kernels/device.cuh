@@ -26,6 +26,7 @@ typedef struct Device {
     char uuid[48];            // GPU-...; empty: not a GPU
     const GpuRow* row;        // null: not a GPU
     GpuRow generic;           // the row of a GPU that is not in the table
+    int capability;           // 90 is compute capability 9.0; 0: not a GPU
     double peak_flops;        // of floatX per rank; 0 if not known
     char peak_source[96];     // where that is from, if neither measured nor from the table
     double memory_gbps, link_gbps;   // 0 if not known
@@ -77,6 +78,7 @@ static int host_threads(int host_num_ranks)
 static void device_rate(Device* d, const GpuRow* row)
 {
     d->row = row;
+    d->capability = row->capability;
     d->peak_flops = (sizeof(floatX) == 2 ? row->tensor16_tflops : row->fp32_tflops) * 1e12;
     d->memory_gbps = row->memory_gbps;
     d->link_gbps = row->link_gbps;
@@ -191,6 +193,7 @@ static void device_init(Device* d, int host_rank, int host_num_ranks, size_t bud
     if (budget_mb > 0) device_set_budget(budget_mb << 20);
     snprintf(d->name, sizeof d->name, "CPU");
 #endif
+    d->capability = gpu_capability();
     size_t free_bytes;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &d->memory_bytes));
 }

@@ -12,45 +12,47 @@
 #include <initializer_list>
 #include <strings.h>
 
-/* Dense 16-bit tensor-core peak with fp32 accumulation (no sparsity), fp32 peak without TF32, memory bandwidth; link,
- * bus to the host's memory (if that is less, half of this memory's bandwidth) and network adapter, in one direction;
- * memory; what of the peak large matrix multiplications reach, and what attention by mma.sync does with long sequences
- * and heads of 64. The last two are others' measurements where docs/benchmarks.md names them, else those of the nearest
- * relative scaled by the peak. A link is NVLink where it joins all GPUs of a host, else the bus. */
+/* Compute capability (90 is 9.0); dense 16-bit tensor-core peak with fp32 accumulation (no sparsity), fp32 peak without
+ * TF32, memory bandwidth; link, bus to the host's memory (if that is less, half of this memory's bandwidth) and network
+ * adapter, in one direction; memory; what of the peak large matrix multiplications reach, and what attention by mma
+ * does with long sequences and heads of 64. The last two are others' measurements where docs/benchmarks.md names them,
+ * else those of the nearest relative scaled by the peak. A link is NVLink where it joins all GPUs of a host, else the
+ * bus. */
 typedef struct {
     const char* name;
+    int capability;
     double tensor16_tflops, fp32_tflops, memory_gbps, link_gbps, host_gbps, network_gbps, memory_gb;
     double product_share, attention_tflops;
 } GpuRow;
 
 static const GpuRow gpu_rows[] = {
-    {"GB200", 2500, 80, 8000, 900, 256, 50, 186, 0.72, 330},
-    {"B200", 2250, 75, 8000, 900, 64, 50, 180, 0.72, 330},
-    {"GH200", 989.4, 67, 4900, 450, 256, 50, 144, 0.75, 300},
-    {"GH200 480GB", 989.4, 67, 4000, 450, 256, 50, 96, 0.75, 300},      // 480 GB are the host's
-    {"H200", 989.4, 67, 4800, 450, 64, 50, 141, 0.72, 300},
-    {"H200 NVL", 835.5, 60, 4800, 64, 64, 25, 141, 0.72, 250},
-    {"H100", 989.4, 67, 3350, 450, 64, 50, 80, 0.72, 300},
-    {"H100 NVL", 835.5, 60, 3900, 64, 64, 25, 94, 0.72, 250},
-    {"H100 PCIe", 756, 51, 2000, 64, 64, 25, 80, 0.72, 230},
-    {"H20", 148, 44, 4000, 450, 64, 50, 96, 0.72, 45},
-    {"A100-SXM", 312, 19.5, 2039, 300, 32, 25, 80, 0.77, 180},
-    {"A100-SXM 40GB", 312, 19.5, 1555, 300, 32, 25, 40, 0.77, 180},
-    {"A100", 312, 19.5, 1935, 32, 32, 25, 80, 0.74, 170},
-    {"A100 40GB", 312, 19.5, 1555, 32, 32, 25, 40, 0.74, 170},
-    {"A40", 149.7, 37.4, 696, 32, 32, 12.5, 48, 0.8, 80},
-    {"A10", 125, 31.2, 600, 32, 32, 12.5, 24, 0.7, 65},
-    {"A10G", 70, 31.5, 600, 32, 32, 12.5, 24, 0.8, 38},
-    {"L40S", 362, 91.6, 864, 32, 32, 12.5, 48, 0.7, 190},
-    {"L40", 181, 90.5, 864, 32, 32, 12.5, 48, 0.8, 95},
-    {"L4", 121, 30.3, 300, 32, 32, 12.5, 24, 0.6, 60},
-    {"RTX A6000", 154.8, 38.7, 768, 32, 32, 1.25, 48, 0.8, 82},
-    {"RTX 6000 Ada", 364.2, 91.1, 960, 32, 32, 1.25, 48, 0.7, 190},
-    {"RTX 3090", 71, 35.6, 936, 32, 32, 1.25, 24, 0.9, 38},
-    {"RTX 3090 Ti", 80, 40, 1008, 32, 32, 1.25, 24, 0.9, 43},
-    {"RTX 4080", 97.5, 48.7, 717, 32, 32, 1.25, 16, 0.9, 53},
-    {"RTX 4090", 165.2, 82.6, 1008, 32, 32, 1.25, 24, 0.9, 90},
-    {"RTX 5090", 209.5, 104.8, 1792, 64, 64, 1.25, 32, 0.9, 115},
+    {"GB200", 100, 2500, 80, 8000, 900, 256, 50, 186, 0.72, 330},
+    {"B200", 100, 2250, 75, 8000, 900, 64, 50, 180, 0.72, 330},
+    {"GH200", 90, 989.4, 67, 4900, 450, 256, 50, 144, 0.75, 300},
+    {"GH200 480GB", 90, 989.4, 67, 4000, 450, 256, 50, 96, 0.75, 300},      // 480 GB are the host's
+    {"H200", 90, 989.4, 67, 4800, 450, 64, 50, 141, 0.72, 300},
+    {"H200 NVL", 90, 835.5, 60, 4800, 64, 64, 25, 141, 0.72, 250},
+    {"H100", 90, 989.4, 67, 3350, 450, 64, 50, 80, 0.72, 300},
+    {"H100 NVL", 90, 835.5, 60, 3900, 64, 64, 25, 94, 0.72, 250},
+    {"H100 PCIe", 90, 756, 51, 2000, 64, 64, 25, 80, 0.72, 230},
+    {"H20", 90, 148, 44, 4000, 450, 64, 50, 96, 0.72, 45},
+    {"A100-SXM", 80, 312, 19.5, 2039, 300, 32, 25, 80, 0.77, 180},
+    {"A100-SXM 40GB", 80, 312, 19.5, 1555, 300, 32, 25, 40, 0.77, 180},
+    {"A100", 80, 312, 19.5, 1935, 32, 32, 25, 80, 0.74, 170},
+    {"A100 40GB", 80, 312, 19.5, 1555, 32, 32, 25, 40, 0.74, 170},
+    {"A40", 86, 149.7, 37.4, 696, 32, 32, 12.5, 48, 0.8, 80},
+    {"A10", 86, 125, 31.2, 600, 32, 32, 12.5, 24, 0.7, 65},
+    {"A10G", 86, 70, 31.5, 600, 32, 32, 12.5, 24, 0.8, 38},
+    {"L40S", 89, 362, 91.6, 864, 32, 32, 12.5, 48, 0.7, 190},
+    {"L40", 89, 181, 90.5, 864, 32, 32, 12.5, 48, 0.8, 95},
+    {"L4", 89, 121, 30.3, 300, 32, 32, 12.5, 24, 0.6, 60},
+    {"RTX A6000", 86, 154.8, 38.7, 768, 32, 32, 1.25, 48, 0.8, 82},
+    {"RTX 6000 Ada", 89, 364.2, 91.1, 960, 32, 32, 1.25, 48, 0.7, 190},
+    {"RTX 3090", 86, 71, 35.6, 936, 32, 32, 1.25, 24, 0.9, 38},
+    {"RTX 3090 Ti", 86, 80, 40, 1008, 32, 32, 1.25, 24, 0.9, 43},
+    {"RTX 4080", 89, 97.5, 48.7, 717, 32, 32, 1.25, 16, 0.9, 53},
+    {"RTX 4090", 89, 165.2, 82.6, 1008, 32, 32, 1.25, 24, 0.9, 90},
+    {"RTX 5090", 120, 209.5, 104.8, 1792, 64, 64, 1.25, 32, 0.9, 115},
 };
 
 /* The next word of a name at *at, which moves behind it: letters and digits; empty at the end. SXM4 is SXM. */
@@ -132,8 +134,8 @@ static GpuRow gpu_generic(const char* name, int major, int minor, int num_sms, d
         if (later.major < major || (later.major == major && later.minor <= minor)) g = &later;
     bool half = gpu_has_word(name, "GeForce") && g->tensor16 == 1024;
     double clocks = 1e-3 * num_sms * clock_ghz;             // 10^12 in a second
-    GpuRow row = {name, clocks * g->tensor16 / (half ? 2 : 1), clocks * g->fp32, memory_gbps, g->host_gbps,
-                  g->host_gbps, 12.5, memory_gb, 0.72, 0};
+    GpuRow row = {name, 10 * major + minor, clocks * g->tensor16 / (half ? 2 : 1), clocks * g->fp32, memory_gbps,
+                  g->host_gbps, g->host_gbps, 12.5, memory_gb, 0.72, 0};
     row.attention_tflops = g->attention_share * row.tensor16_tflops;
     return row;
 }

@@ -84,6 +84,9 @@ int main(void)
         check(row.tensor16_tflops > row.fp32_tflops && row.memory_gbps > row.link_gbps && row.memory_gb > 0 &&
               row.product_share > 0 && row.product_share < 1 && row.attention_tflops < row.tensor16_tflops,
               "figures", row.name, "out of range");
+        bool is_known = false;
+        for (const auto& g : gpu_generations) is_known = is_known || row.capability == 10 * g.major + g.minor;
+        check(is_known, "compute capability", row.name, "not that of a generation");
         // No two rows match a name equally well: else their order would matter.
         for (const auto& n : names) {
             int ours = gpu_row_matches(&row, n.name);
@@ -104,6 +107,7 @@ int main(void)
         snprintf(got, sizeof got, "%.1f and %.1f TFLOP/s", row.tensor16_tflops, row.fp32_tflops);
         check(fabs(row.tensor16_tflops / known->tensor16_tflops - 1) < 0.02 &&
               fabs(row.fp32_tflops / known->fp32_tflops - 1) < 0.1, "generic figures", g.name, got);
+        check(row.capability == known->capability, "compute capability", g.name, g.row);
         check(fabs(row.attention_tflops / known->attention_tflops - 1) < 0.15, "attention", g.name, got);
     }
     // Between and beyond the generations: the one before. Clocks that are not known give no figure.
