@@ -6,7 +6,8 @@ import shutil
 import init
 import numpy as np
 import pytest
-from util import FULL, built_devices, gpt2_config, plan_rows, safetensors_read, shard_write, train_gpt, weights
+from util import (FULL, built_devices, gpt2_config, in_rank_order, plan_rows, safetensors_read, shard_write, train_gpt,
+                  weights)
 
 CONFIG = gpt2_config(97, 48, 24, L=2, NH=3)
 STEPS, EVERY = 20, 7                            # steps, a checkpoint every so many
@@ -82,7 +83,7 @@ def test_layouts(tmp_path, reference, stage, ranks):
 def test_repeat_and_resume(tmp_path, reference, ranks, stage):
     """The same run twice, and a run stopped twice, equal in bits; the state hash covers weights and moments."""
     args = [*flags(tmp_path, reference.steps), *layout(ranks, stage), "--hash-every", 1, "--save-every",
-            reference.every]
+            reference.every, *in_rank_order(reference.device)]
     run = {"ranks": ranks, "device": reference.device}
     whole = train_gpt(*args, **run, out=tmp_path / "whole")
     assert_same_bits(train_gpt(*args, **run, out=tmp_path / "again"), whole)

@@ -8,7 +8,8 @@ import re
 import numpy as np
 import pytest
 from test_zero import STEPS, assert_bits, batch, start
-from util import FULL, assert_sent_as_planned, built_devices, gpt2_config, moments, safetensors_read, train_gpt, weights
+from util import (FULL, assert_sent_as_planned, built_devices, gpt2_config, in_rank_order, moments, safetensors_read,
+                  train_gpt, weights)
 
 DEVICES = built_devices()
 
@@ -25,7 +26,8 @@ def row_mib(run, label):
                                                 if d == "cpu" or layout == (2, 2)])
 def test_split_master(tmp_path, device, stage, ranks):
     """bf16 weight and 16 bits below it are the fp32 master: losses, norms, state hashes and checkpoints in all bits."""
-    args = [*bf16(tmp_path, STEPS if device == "cpu" else 4), *batch(ranks), "-z", stage, "--hash-every", 1]
+    args = [*bf16(tmp_path, STEPS if device == "cpu" else 4), *batch(ranks), "-z", stage, "--hash-every", 1,
+            *in_rank_order(device)]
     whole = train_gpt(*args, ranks=ranks, device=device, out=tmp_path / "whole")
     split = train_gpt(*args, "--master", "split", ranks=ranks, device=device, out=tmp_path / "split")
     assert_bits(split, whole)
@@ -86,7 +88,7 @@ def test_random_rounding_is_right_on_average(tmp_path, three_steps):
 @pytest.mark.parametrize("device", DEVICES)
 def test_small_storage_trains(tmp_path, device):
     """bf16 moments and no master: as close to fp32 masters as bf16 is to fp32. Stopped and resumed, the same bits."""
-    args = [*bf16(tmp_path, 8), *batch(2), "-z", 2]
+    args = [*bf16(tmp_path, 8), *batch(2), "-z", 2, *in_rank_order(device)]
     whole = train_gpt(*args, ranks=2, device=device, out=tmp_path / "whole")
     small = train_gpt(*args, *RANDOM, "--save-every", 4, ranks=2, device=device, out=tmp_path / "small")
     assert small.series("loss") != whole.series("loss")

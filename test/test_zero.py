@@ -13,7 +13,7 @@ import init
 import numpy as np
 import pytest
 from util import (FULL, ROOT, assert_sent_as_planned, built_devices, command, environment, gpt2_config, host_rows,
-                  moments, plan_rows, ranks_of, safetensors_read, shard_write, train_gpt, weights)
+                  in_rank_order, moments, plan_rows, ranks_of, safetensors_read, shard_write, train_gpt, weights)
 
 CONFIG = gpt2_config(97, 24, 16, L=5, NH=3)
 STEPS = 20
@@ -80,13 +80,25 @@ def assert_bits(run, reference, first=0):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_reduce_once(tmp_path, device, stage):
     """--reduce step: the bits of stage 1, whose gradients are summed over micro-steps first, and its bytes."""
-    args = [*start(tmp_path, steps=4), *batch(3)]
+    args = [*start(tmp_path, steps=4), *batch(3), *in_rank_order(device)]
     run = {"ranks": 3, "device": device}
     one = train_gpt(*args, "-z", 1, **run, out=tmp_path / "one")
     once = train_gpt(*args, "-z", stage, "--reduce", "step", **run, out=tmp_path / "once")
     assert_bits(once, one)
     gradients = [re.search(r"of gradients ([\d.]+)", r.out)[1] for r in (one, once)]
     assert gradients[0] == gradients[1]
+
+
+def test_stages_with_the_same_bits(tmp_path, device):
+    """0 and 1 sum over micro-steps first, 2 and 3 over ranks; with one micro-step all are alike."""
+    def state(stage, micro_steps):
+        return train_gpt(*start(tmp_path, gpt2_config(97, 24, 16, L=2, NH=3), 2), *batch(3, micro_steps), "-z", stage,
+                         *in_rank_order(device), ranks=3, device=device,
+                         out=tmp_path / f"run{stage}{micro_steps}").log[-1]["state_hash"]
+
+    zero, one, two, three = (state(stage, 3) for stage in range(4))
+    assert zero == one != two == three
+    assert len({state(stage, 1) for stage in (range(4) if device == "cpu" or FULL else (1, 3))}) == 1
 
 
 def product(**options):
@@ -111,7 +123,7 @@ def test_stages(tmp_path, device, one_rank, stage, ranks, overlap, bucket):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_order_does_not_matter(tmp_path, device, stage):
     """Overlap, buckets, small units persistent, stage 3 or 2: equal bits."""
-    args = [*start(tmp_path, steps=8), *batch(3), "-z", stage, "--hash-every", 1]
+    args = [*start(tmp_path, steps=8), *batch(3), "-z", stage, "--hash-every", 1, *in_rank_order(device)]
     run = {"ranks": 3, "device": device}
     reference = train_gpt(*args, **run, out=tmp_path / "reference")
     more = [["--overlap", 0], ["--reduce-bucket", 15000], ["--gather-bucket", 30000, "--overlap", 0],
@@ -170,7 +182,7 @@ def tiny_data(folder):
 @pytest.mark.parametrize("ranks,stage", [(4, 3), (2, 3), (3, 0)])
 def test_resume_from_stage_3(tmp_path, device, ranks, stage):
     """Saved at stage 3 by 3 ranks, continued anywhere; and from one rank's checkpoint to stage 3."""
-    args = start(tmp_path, steps=10)
+    args = [*start(tmp_path, steps=10), *in_rank_order(device)]
     whole = train_gpt(*args, *batch(3, 4), "-z", 3, "--save-every", 7, ranks=3, device=device, out=tmp_path / "whole")
     rest = train_gpt("--resume", whole.checkpoint(7), *args[3:], "-g", 12 // ranks, "-b", 1, "-z", stage, ranks=ranks,
                      device=device, out=tmp_path / "rest")
@@ -204,12 +216,13 @@ def test_modes_at_stage_3(tmp_path, device):
 
 # ---- 16-bit storage ----------------------------------------------------------------------------------------------
 HALF = {"device": "cuda" if "cuda" in built_devices() else "emu"}
+HALF_ORDER = in_rank_order(HALF["device"])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_precision(tmp_path, precision):
     """Close to fp32, the same bits at stages 2 and 3, and every stage to what rounding the weights leaves."""
-    args = [*start(tmp_path, steps=8), *batch(2)]
+    args = [*start(tmp_path, steps=8), *batch(2), *HALF_ORDER]
     full = train_gpt(*args, ranks=2, **HALF, out=tmp_path / "full")
     runs = [train_gpt(*args, "-p", precision, "-z", stage, ranks=2, **HALF, out=tmp_path / f"stage{stage}")
             for stage in range(4)]
@@ -233,7 +246,7 @@ def test_bf16_on_a_cpu(tmp_path):
 
 def test_master_is_saved(tmp_path):
     """A checkpoint holds the fp32 master: 16-bit weights could not move by so little. Resumed, the same bits."""
-    args = [*start(tmp_path, steps=6), *batch(2), "-p", "bf16", "-z", 3, "--save-every", 3]
+    args = [*start(tmp_path, steps=6), *batch(2), "-p", "bf16", "-z", 3, "--save-every", 3, *HALF_ORDER]
     whole = train_gpt(*args, ranks=2, **HALF, out=tmp_path / "whole")
     saved = safetensors_read(whole.checkpoint(3) / "model.safetensors")
     assert any((tensor.view(np.uint32) & 0xFFFF).any() for tensor in saved.values())
@@ -263,7 +276,7 @@ def scaler(skips, scale, window, hysteresis, left=None, good=0, floor=1.0):
 def test_loss_scale(tmp_path, stage):
     """Overflow, absorbed and not; growth; resume in the middle. Skipped steps advance neither schedule nor Adam."""
     args = [*start(tmp_path, steps=24), *batch(2), "-p", "fp16", "-z", stage, "--initial-scale-power", 26,
-            "--loss-scale-window", 3, "--hysteresis", 2, "--save-every", 1, "--schedule", "constant"]
+            "--loss-scale-window", 3, "--hysteresis", 2, "--save-every", 1, "--schedule", "constant", *HALF_ORDER]
     run = train_gpt(*args, ranks=2, **HALF, out=tmp_path / "run")
     skips = run.series("skipped")
     assert skips[0] == 1 and 0 in skips and any(a == 0 and b == 1 for a, b in zip(skips, skips[1:]))
@@ -355,7 +368,7 @@ def test_recompute(tmp_path, config, stage):
 @pytest.mark.parametrize("level,stage", [("block", 3), ("2", 0)])
 def test_offload(tmp_path, device, level, stage):
     """The blocks' inputs in host memory: the bits of none, all but two of them there, by the plan's list."""
-    args = [*start(tmp_path, steps=3), *batch(2), "-z", stage, "-r", level, "--eval-every", 2]
+    args = [*start(tmp_path, steps=3), *batch(2), "-z", stage, "-r", level, "--eval-every", 2, *in_rank_order(device)]
     run = {"ranks": 2, "device": device}
     here = train_gpt(*args, **run, out=tmp_path / "here")
     for i, flags in enumerate([[], ["--overlap", 0]]):
@@ -402,7 +415,8 @@ def test_offload_to_the_end(tmp_path, device, stage, ranks, offloaded, flags):
     checkpoint resumes with and without offload."""
     if "-p" in flags and device == "cpu":
         pytest.skip("the kernels of 16 bits are another's")
-    args = [*start(tmp_path, steps=4), *batch(ranks, 2), "-z", stage, *flags, "--save-every", 2, "--hash-every", 1]
+    args = [*start(tmp_path, steps=4), *batch(ranks, 2), "-z", stage, *flags, "--save-every", 2, "--hash-every", 1,
+            *(in_rank_order(device) if "--deterministic" not in flags else [])]
     run = {"ranks": ranks, "device": device}
     here = train_gpt(*args, **run, out=tmp_path / "here")
     there = train_gpt(*args, "--offload", offloaded, **run, out=tmp_path / "there", EMU_SEED="5")
@@ -432,7 +446,7 @@ ODD = gpt2_config(97, 18, 16, L=3, NH=3)
       for model in [(LLAMA, 16), (ODD, 13)]), ("bf16", "mlp", QWEN3, 16), ("fp32", "cheap", QWEN3, 13)])
 def test_recompute_on_a_device(tmp_path, precision, level, config, T):
     """Also where a layer's rows end between two addresses that GEMMs need."""
-    args = [*start(tmp_path, config, 3), *batch(2), "-p", precision, "-z", 3, "-t", T]
+    args = [*start(tmp_path, config, 3), *batch(2), "-p", precision, "-z", 3, "-t", T, *HALF_ORDER]
     reference = train_gpt(*args, ranks=2, **HALF, out=tmp_path / "none")
     assert_bits(train_gpt(*args, "-r", level, ranks=2, **HALF, out=tmp_path / "run", EMU_SEED="3"), reference)
 
@@ -480,7 +494,7 @@ def test_wide_vocabulary(tmp_path, device, wide_one_rank, stage, ranks, overlap,
 
 def test_wide_modes(tmp_path, device):
     """Saved in pieces, a file like any other: resumed, evaluated, exported and continued as text at stages 3 and 0."""
-    args = wide_data(tmp_path, 6)
+    args = [*wide_data(tmp_path, 6), *in_rank_order(device)]
     whole = train_gpt(*args, *batch(2), "-z", 3, "--save-every", 4, ranks=2, device=device, out=tmp_path / "whole")
     saved = whole.checkpoint(4)
     again = train_gpt("--resume", saved, *args[3:], *batch(2), "-z", 3, ranks=2, device=device, out=tmp_path / "again")

@@ -47,6 +47,11 @@ def built_devices():
     return [d for d in ("cpu", "emu", "cuda") if binary(d).exists() and (d != "cuda" or num_gpus() > 0)]
 
 
+def in_rank_order(device):
+    """Flags of runs on several ranks whose bits are compared: on a GPU NCCL's sums have orders of its own."""
+    return ["--deterministic"] if device == "cuda" else []
+
+
 class Run:
     """A finished train_gpt: exit code, output, log and run folder."""
 

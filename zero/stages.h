@@ -12,8 +12,15 @@
  * Tensors stored in fp32 in a 16-bit model are units of their own (shard.h). Every rank of the group has them and their
  * gradients whole, and rounds a copy for the GEMMs that read them.
  * Each unit has a group of ranks, which sum its gradient, store its slices and gather its parameters; rank r of the
- * group updates slice r (shard.h). The printed norm is summed by slices at every stage, so that it has the same bits at
- * all stages, and over all ranks: every element has one owner. Rajbhandari et al. 2020, arXiv:1910.02054.
+ * group updates slice r (shard.h). The norm is summed by slices over all ranks: every element has one owner.
+ * Rajbhandari et al. 2020, arXiv:1910.02054.
+ *
+ * Which stages have the same bits? Each sums a unit's gradient over ranks and over micro-steps. Stages 0 and 1 sum over
+ * micro-steps first, stages 2 and 3 over ranks first: 0 and 1 are the same, and 2 and 3. With one micro-step all four
+ * are, and with reduces_once. A head in pieces (model/passes.cuh), at stage 3 and where gradients are sliced, has an
+ * order of its own. All this where a sum over ranks has one order: that of the ranks in the MPI stand-in and with
+ * `deterministic`. NCCL's rings, trees and switches each have another, and the collective, its size and the machine
+ * choose among them.
  *
  * Streams: compute runs forward, backward and the optimizer; reduce sends gradients; gather sends parameters; d2h
  * copies states to be saved. stream_wait orders them. Without overlap all are one stream. Units are sent in buckets
