@@ -152,7 +152,7 @@ enum FlagIs {
     F(SWITCH, no_kv_cache,   0,   false,     0, 0, 0, "generate without the key/value cache: the whole context for each token") \
     HEADING(program, "The program") \
     F(INT,    device_mb,     0,   0,         0, INT64_MAX >> 20, 0, "CPU and emulated builds: device memory budget in MiB; 0 = the machine's") \
-    F(SWITCH, tune,          0,   false,     0, 0, 0, "GPU: time several algorithms for each matrix multiplication and use the fastest; choices are cached, and in run.json") \
+    F(SWITCH, tune,          0,   false,     0, 0, 0, "GPU: time several algorithms for each matrix multiplication, and its epilogue fused or not, and use the fastest; choices are cached, and in run.json") \
     F(SWITCH, print_config,  0,   false,     0, 0, 0, "print every flag, its value and its source, and stop") \
     F(SWITCH, report,        0,   false,     0, 0, 0, "print what this binary is built with, what it finds on this machine, and how to fix what is missing") \
     F(SWITCH, version,       0,   false,     0, 0, 0, "print version, compiler and device") \

@@ -4,7 +4,7 @@
  *    "train_tokens": ..., "val_tokens": ...,
  *    "model_is_here": false,      true: the model is OUT/config.json with new weights, not what --model names
  *    "arguments": ["--lr=0.001", ...],     every flag that was given, also in --config, with absolute paths
- *    "products": [...]}                    algorithms of GEMMs, with --tune: see run/tune.cuh
+ *    "products": [...]}                    algorithms and epilogues of GEMMs, with --tune: see run/tune.cuh
  * Written when a run starts, not when it is resumed; the log has each resume. Data are not copied: if their number of
  * tokens has changed, --repeat is refused. */
 #pragma once

@@ -483,8 +483,9 @@ TESTS = [
                                   "--bench", "--timeout", 20]),
     Programs("traced", "fp32", 2, [*TRAIN, "-z", 1, "-b", 1, "-n", 6, "--profile", 1, *QUIET]),
     *(Programs(f"tuned, stage {stage}", "fp32", 2, [*TRAIN, *MUON, "-z", stage, "-b", 1, "-n", 2, "--tune", *QUIET],
-               [*RESUME, *MUON, "-z", stage, "-b", 1, "-n", 4, *QUIET], before="export EMU_FAST_ALGO=2",
-               EMU_FAST_ALGO=1) for stage in (0, 3)),
+               [*RESUME, *MUON, "-z", stage, "-b", 1, "-n", 4, *QUIET],
+               before="export EMU_FAST_ALGO=2 EMU_FAST_EPILOGUE=0", EMU_FAST_ALGO=1, EMU_FAST_EPILOGUE=stage // 3)
+      for stage in (0, 3)),
     Programs("asked", "fp32", 2, [*TRAIN, "-z", 3, "-b", 2, "-n", 2, "--sample-tokens", 4],
              [*ASK, "--choices", WORK / "choices.jsonl", "-b", 2],
              [*ASK, "--prompts", WORK / "prompts.jsonl", "-b", 2, "--sample-tokens", 4],

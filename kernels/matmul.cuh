@@ -12,9 +12,10 @@
  * exact   fp32 GEMMs in fp32 (no TF32); bf16 and fp16 multiply exactly and sum in fp32. Same bits on every run; on
  *         the CPU for any number of threads; on a GPU, the same bits for the same shapes and GPU.
  * cost    2*N*IC*OC flops each, judged against the FMA (CPU) or tensor core (GPU) peak
- * fused   GPU: bias, tanh GELU and its derivative, and the column sums of dbias are epilogues of cuBLASLt where it
- *         has them for a shape; where not, which is reported once for each kind, they are passes of their own. With
- *         TRAIN_GPT_EPILOGUES=none all are
+ * fused   GPU: bias, tanh GELU and its derivative, and the column sums of dbias can be epilogues of cuBLASLt. The bias
+ *         is one; GELU by matmul_fuses_gelu; dbias is not. Of the last two --tune measures for each shape whether they
+ *         are (run/tune.cuh). What cuBLASLt does not have, which is reported once for each kind, is a pass of its own.
+ *         With TRAIN_GPT_EPILOGUES=none all are
  * source  CPU: cpu/gemm.h, for a few rows cpu/gemv.h. GPU: cuBLASLt. It is column-major: it sees each of our row-major
  *         matrices transposed, so a GEMM is asked for as D^T = B^T * A^T, and a row-major (rows, cols) matrix goes
  *         to it as (cols, rows) with leading dimension cols. */
@@ -28,10 +29,16 @@
 
 enum class Layout { OUT_IN, IN_OUT };
 
+/* Without --tune, is tanh GELU, or its derivative, an epilogue of the GEMM on a GPU of this compute capability (90 is
+ * 9.0; 0: no GPU)? Below 9.0 such kernels are slower than the two that they replace (llm.c leaves them out there too).
+ * Never in fp32, whose tanh they may approximate. */
+static bool matmul_fuses_gelu(int capability) { return capability >= 90 && sizeof(floatX) < sizeof(float); }
+
 #ifdef DEVICE_CPU
 
 static void matmul_init() { gemm_init(); }
 static void matmul_free() { gemm_free(); }
+static int matmul_capability() { return 0; }
 static size_t matmul_workspace_bytes() { return 0; }      // of the device; gemm.h's packed operands are host memory
 static size_t matmul_scratch_elems(int) { return 1; }
 
@@ -102,29 +109,35 @@ static size_t matmul_scratch_elems(int OC) { return (size_t)MATMUL_BIAS_PARTS * 
  * Plain integers without padding, so that keys can be compared as bytes. */
 typedef struct { int m, n, k, transpose_a, transpose_b, d_is_float, epilogue, alignment_bytes; } MatmulShape;
 
+/* What is done to D on the way out. bias: of BIAS added to each column; of BGRADA and BGRADB, which overwrite it, row
+ * sums of op(A) and column sums of op(B), in scratch, which are then added to dbias. aux: like D, and gelu's argument:
+ * written by GELU_AUX and GELU_AUX_BIAS, read by DGELU. */
+typedef struct { cublasLtEpilogue_t kind; const void *bias, *aux; float* dbias; } MatmulEpilogue;
+static constexpr MatmulEpilogue MATMUL_PLAIN = {CUBLASLT_EPILOGUE_DEFAULT, nullptr, nullptr, nullptr};
+
+/* D = epilogue(op(A) * op(B) + beta * D). */
+typedef struct { void* d; const floatX *a, *b; float beta; MatmulEpilogue epilogue; } MatmulCall;
+
 typedef struct {
     MatmulShape shape;
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t a, b, d;
     cublasLtMatmulAlgo_t algo;
-    bool exists;                // cuBLASLt has the epilogue for this shape
-    const void *a_data, *b_data;    // of the newest call
-    void* d_data;
-    float beta;
+    bool fuses;                 // the epilogue is to be used: by the rule, or as measured
+    bool asked, exists;         // whether cuBLASLt has it for this shape, if it was asked
+    MatmulCall call;            // the newest
 } MatmulPlan;
 
-/* What is done to D on the way out. bias: of BIAS added to each column, of BGRADA and BGRADB the result, row sums of
- * op(A) and column sums of op(B). aux: like D, and gelu's argument: written by GELU_AUX_BIAS, read by DGELU. */
-typedef struct { cublasLtEpilogue_t kind; const void* bias; const void* aux; } MatmulEpilogue;
-static constexpr MatmulEpilogue MATMUL_PLAIN = {CUBLASLT_EPILOGUE_DEFAULT, nullptr, nullptr};
-
 static const struct { cublasLtEpilogue_t kind; const char* name; } matmul_epilogue_rows[] = {
-    {CUBLASLT_EPILOGUE_BIAS, "bias"},
+    {CUBLASLT_EPILOGUE_BIAS, "bias"}, {CUBLASLT_EPILOGUE_GELU_AUX, "GELU"},
     {CUBLASLT_EPILOGUE_GELU_AUX_BIAS, "bias and GELU"},
     {CUBLASLT_EPILOGUE_DGELU, "derivative of GELU"},
-    {CUBLASLT_EPILOGUE_BGRADA, "bias gradient (A)"},
-    {CUBLASLT_EPILOGUE_BGRADB, "bias gradient (B)"},
+    {CUBLASLT_EPILOGUE_BGRADA, "bias gradient (A)"}, {CUBLASLT_EPILOGUE_BGRADB, "bias gradient (B)"},
 };
+
+/* Which epilogues are used: by the rule or as --tune has measured; none; every optional one too; every optional one,
+ * and then again without it, so that both can be measured. */
+enum class Fusion { CHOSEN, NONE, ALL, BOTH };
 
 static constexpr int MATMUL_MAX_PLANS = 512, MATMUL_MAX_CHOICES = 8;
 static constexpr size_t MATMUL_WORKSPACE_BYTES = (size_t)32 << 20;
@@ -134,6 +147,8 @@ static struct {
     void* workspace;
     MatmulPlan plans[MATMUL_MAX_PLANS];
     int num_plans;
+    int capability;             // of the GPU
+    Fusion fusion;
     bool said_unfused[sizeof matmul_epilogue_rows / sizeof matmul_epilogue_rows[0]];
 } matmul_state;
 
@@ -141,8 +156,14 @@ static void matmul_init()
 {
     CUBLAS_CHECK(cublasLtCreate(&matmul_state.handle));
     CUDA_CHECK(cudaMalloc(&matmul_state.workspace, MATMUL_WORKSPACE_BYTES));
+    matmul_state.capability = gpu_capability();
+    const char* epilogues = getenv("TRAIN_GPT_EPILOGUES");
+    if (epilogues == nullptr || epilogues[0] == 0) return;
+    ENSURE(strcmp(epilogues, "none") == 0, "TRAIN_GPT_EPILOGUES is \"%s\": none, or leave it out", epilogues);
+    matmul_state.fusion = Fusion::NONE;
 }
 
+static int matmul_capability() { return matmul_state.capability; }
 static size_t matmul_workspace_bytes() { return MATMUL_WORKSPACE_BYTES; }
 
 static void matmul_free()
@@ -223,6 +244,42 @@ static void matmul_epilogue_point(const MatmulPlan* plan, MatmulEpilogue e)
     if (e.aux != nullptr) matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, e.aux);
 }
 
+// ------------------------------------------------------------------------------------------- which epilogues are used
+static bool matmul_is_gelu(int kind)
+{
+    return kind == CUBLASLT_EPILOGUE_GELU_AUX || kind == CUBLASLT_EPILOGUE_GELU_AUX_BIAS ||
+           kind == CUBLASLT_EPILOGUE_DGELU;
+}
+
+static bool matmul_is_bias_gradient(int kind)
+{
+    return kind == CUBLASLT_EPILOGUE_BGRADA || kind == CUBLASLT_EPILOGUE_BGRADB;
+}
+
+/* Is it worth measuring? GELU only in 16 bits: matmul_fuses_gelu. */
+static bool matmul_is_optional(int kind)
+{
+    return matmul_is_bias_gradient(kind) || (matmul_is_gelu(kind) && sizeof(floatX) < sizeof(float));
+}
+
+/* The rule without a measurement. The sums of a bias gradient make some GEMMs 1.6 times as slow (NVIDIA/
+ * CUDALibrarySamples issue 90); a pass over dout costs far less. */
+static bool matmul_fuses(int kind)
+{
+    return matmul_is_gelu(kind) ? matmul_fuses_gelu(matmul_state.capability) : !matmul_is_bias_gradient(kind);
+}
+
+static bool matmul_plan_fuses(const MatmulPlan* plan)
+{
+    const int kind = plan->shape.epilogue;
+    switch (matmul_state.fusion) {
+    case Fusion::CHOSEN: return plan->fuses;
+    case Fusion::NONE: return kind == CUBLASLT_EPILOGUE_DEFAULT;
+    case Fusion::ALL: case Fusion::BOTH: return plan->fuses || matmul_is_optional(kind);
+    }
+    return false;
+}
+
 static void matmul_say_unfused(MatmulShape s)
 {
     if (die_rank != 0) return;
@@ -234,9 +291,25 @@ static void matmul_say_unfused(MatmulShape s)
     }
 }
 
+/* Has cuBLASLt an algorithm? It is asked once, when the epilogue is first to be used. */
+static bool matmul_plan_exists(MatmulPlan* plan)
+{
+    if (plan->asked) return plan->exists;
+    const MatmulShape s = plan->shape;
+    const bool plain = s.epilogue == CUBLASLT_EPILOGUE_DEFAULT;
+    plan->asked = true;                              // an epilogue's own tensors need 16 bytes; it is not asked about
+    plan->exists = (plain || s.alignment_bytes >= 16) && matmul_plan_ask(plan);
+    ENSURE(plan->exists || !plain, "cuBLASLt has no algorithm for a GEMM (%d,%d) x %d of %s aligned to %d bytes", s.m,
+           s.n, s.k, FLOATX_NAME, s.alignment_bytes);
+    if (!plan->exists) matmul_say_unfused(s);
+    return plan->exists;
+}
+
+// -------------------------------------------------------------------------------------------------------------- plans
 static void matmul_plan_make(MatmulPlan* plan, MatmulShape s, MatmulEpilogue e)
 {
     plan->shape = s;
+    plan->fuses = matmul_fuses(s.epilogue);
     const cudaDataType_t d_type = s.d_is_float ? CUDA_R_32F : FLOATX_CUDA;
     CUBLAS_CHECK(cublasLtMatmulDescCreate(&plan->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_TRANSA, s.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
@@ -249,14 +322,6 @@ static void matmul_plan_make(MatmulPlan* plan, MatmulShape s, MatmulEpilogue e)
     if (e.bias != nullptr) matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, d_type);
     if (e.aux != nullptr) matmul_desc_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, (int64_t)s.m);
     matmul_epilogue_point(plan, e);
-    const char* epilogues = getenv("TRAIN_GPT_EPILOGUES");
-    const bool aligned = s.alignment_bytes >= 16; // an epilogue's own tensors need that; it is not asked about
-    const bool fuses = aligned && (epilogues == nullptr || strcmp(epilogues, "none") != 0);
-    plan->exists = (fuses || e.kind == CUBLASLT_EPILOGUE_DEFAULT) && matmul_plan_ask(plan);
-    ENSURE(plan->exists || e.kind != CUBLASLT_EPILOGUE_DEFAULT,
-           "cuBLASLt has no algorithm for a GEMM (%d,%d) x %d of %s aligned to %d bytes", s.m, s.n, s.k, FLOATX_NAME,
-           s.alignment_bytes);
-    if (!plan->exists) matmul_say_unfused(s);
 }
 
 static MatmulPlan* matmul_plan_find(MatmulShape shape, MatmulEpilogue e)
@@ -274,58 +339,9 @@ static MatmulPlan* matmul_plan_find(MatmulShape shape, MatmulEpilogue e)
 static cublasStatus_t matmul_plan_run(const MatmulPlan* plan, const cublasLtMatmulAlgo_t* algo, cudaStream_t stream)
 {
     const float alpha = 1.0f;
-    return cublasLtMatmul(matmul_state.handle, plan->desc, &alpha, plan->a_data, plan->a, plan->b_data, plan->b,
-                          &plan->beta, plan->d_data, plan->d, plan->d_data, plan->d, algo, matmul_state.workspace,
-                          MATMUL_WORKSPACE_BYTES, stream);
-}
-
-/* D = epilogue(op(A) * op(B) + beta * D). Returns false, with nothing done, if cuBLASLt does not have the epilogue: by
- * whatever status its heuristic says so, or the first call. */
-template<class D> static bool matmul_lt(D* d, const floatX* a, const floatX* b, int m, int n, int k, bool transpose_a,
-                                        bool transpose_b, float beta, MatmulEpilogue e, cudaStream_t stream)
-{
-    uintptr_t address_bits = 256;
-    for (const void* p : {(const void*)a, (const void*)b, (const void*)d, e.bias, e.aux}) address_bits |= (uintptr_t)p;
-    MatmulPlan* plan = matmul_plan_find({m, n, k, transpose_a, transpose_b, sizeof(D) == sizeof(float), e.kind,
-                                         (int)(address_bits & -address_bits)}, e);
-    if (!plan->exists) return false;
-    matmul_epilogue_point(plan, e);
-    plan->a_data = a;
-    plan->b_data = b;
-    plan->d_data = d;
-    plan->beta = beta;
-    const cublasStatus_t status = matmul_plan_run(plan, &plan->algo, stream);
-    if (status == CUBLAS_STATUS_SUCCESS) return true;
-    if (e.kind == CUBLASLT_EPILOGUE_DEFAULT)
-        die_at(WHERE, "cublasLtMatmul (%d,%d) x %d of %s: %s", m, n, k, FLOATX_NAME, cublasLtGetStatusString(status));
-    plan->exists = false;
-    matmul_say_unfused(plan->shape);
-    return false;
-}
-
-/* The GEMMs of a layer, with an epilogue or plain. */
-static bool matmul_lt_forward(floatX* out, const floatX* inp, const floatX* weight, int N, int IC, int OC,
-                              Layout layout, MatmulEpilogue e, cudaStream_t stream)
-{
-    return matmul_lt(out, weight, inp, OC, N, IC, layout == Layout::OUT_IN, false, 0.0f, e, stream);
-}
-
-static bool matmul_lt_backward_input(floatX* dinp, const floatX* dout, const floatX* weight, int N, int IC, int OC,
-                                     Layout layout, float beta, MatmulEpilogue e, cudaStream_t stream)
-{
-    return matmul_lt(dinp, weight, dout, IC, N, OC, layout == Layout::IN_OUT, false, beta, e, stream);
-}
-
-/* With column_sums (OC) also those of dout. */
-static bool matmul_lt_backward_weight(float* dweight, float* column_sums, const floatX* dout, const floatX* inp, int N,
-                                      int IC, int OC, Layout layout, float beta, cudaStream_t stream)
-{
-    const bool out_in = layout == Layout::OUT_IN;
-    MatmulEpilogue e = MATMUL_PLAIN;
-    if (column_sums != nullptr)
-        e = {out_in ? CUBLASLT_EPILOGUE_BGRADB : CUBLASLT_EPILOGUE_BGRADA, column_sums, nullptr};
-    if (out_in) return matmul_lt(dweight, inp, dout, IC, OC, N, false, true, beta, e, stream);
-    return matmul_lt(dweight, dout, inp, OC, IC, N, false, true, beta, e, stream);
+    const MatmulCall* c = &plan->call;
+    return cublasLtMatmul(matmul_state.handle, plan->desc, &alpha, c->a, plan->a, c->b, plan->b, &c->beta, c->d,
+                          plan->d, c->d, plan->d, algo, matmul_state.workspace, MATMUL_WORKSPACE_BYTES, stream);
 }
 
 /* Where cuBLASLt cannot add the bias: one block a row. */
@@ -361,15 +377,117 @@ static __global__ void matmul_backward_bias_add_kernel(float* dbias, const float
     dbias[col] += sum;
 }
 
+static void matmul_backward_bias_add(float* dbias, const float* parts, int num_parts, int OC, cudaStream_t stream)
+{
+    LAUNCH(matmul_backward_bias_add_kernel, ceil_div(OC, 256), 256, 0, stream, dbias, parts, num_parts, OC);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+static void matmul_backward_bias(float* dbias, float* scratch, const floatX* dout, int N, int OC, cudaStream_t stream)
+{
+    OP(stream, 0, 1.0 * N * OC * sizeof(floatX), N, OC);
+    const int num_parts = min(MATMUL_BIAS_PARTS, (int)ceil_div(N, 32));
+    LAUNCH(matmul_backward_bias_parts_kernel, dim3(ceil_div(OC, 32), num_parts), 256, 0, stream, scratch, dout, N, OC);
+    CUDA_CHECK(cudaGetLastError());
+    matmul_backward_bias_add(dbias, scratch, num_parts, OC, stream);
+}
+
+// ----------------------------------------------------------------------------------------------------------- the GEMM
+/* The epilogue of a plan's newest call as a pass of its own, behind what is left of it: matmul_lt. */
+static void matmul_epilogue_pass(const MatmulPlan* plan, cudaStream_t stream)
+{
+    const MatmulShape* s = &plan->shape;
+    const MatmulCall* c = &plan->call;
+    const MatmulEpilogue* e = &c->epilogue;
+    floatX* d = (floatX*)c->d;
+    if (matmul_is_bias_gradient(e->kind)) {
+        const bool of_a = e->kind == CUBLASLT_EPILOGUE_BGRADA;
+        matmul_backward_bias(e->dbias, (float*)e->bias, of_a ? c->a : c->b, s->k, of_a ? s->m : s->n, stream);
+    } else if (e->kind == CUBLASLT_EPILOGUE_DGELU) {
+        activation_backward(d, d, (const floatX*)e->aux, (size_t)s->m * s->n, Activation::GELU_TANH, stream);
+    } else if (matmul_is_gelu(e->kind)) {
+        activation_forward(d, (const floatX*)e->aux, (size_t)s->m * s->n, Activation::GELU_TANH, stream);
+    } else {
+        LAUNCH(matmul_bias_kernel, s->n, 256, 0, stream, d, (const floatX*)e->bias, s->m);
+        CUDA_CHECK(cudaGetLastError());
+    }
+}
+
+/* A plan's newest call with its epilogue; false, with nothing done, if that is not to be used or cuBLASLt does not have
+ * it: by whatever status its heuristic says so, or the first call. */
+static bool matmul_plan_call(MatmulPlan* plan, cudaStream_t stream)
+{
+    if (!matmul_plan_fuses(plan) || !matmul_plan_exists(plan)) return false;
+    const MatmulShape* s = &plan->shape;
+    const MatmulEpilogue* e = &plan->call.epilogue;
+    matmul_epilogue_point(plan, *e);
+    const cublasStatus_t status = matmul_plan_run(plan, &plan->algo, stream);
+    if (status != CUBLAS_STATUS_SUCCESS && e->kind == CUBLASLT_EPILOGUE_DEFAULT)
+        die_at(WHERE, "cublasLtMatmul (%d,%d) x %d of %s: %s", s->m, s->n, s->k, FLOATX_NAME,
+               cublasLtGetStatusString(status));
+    if (status != CUBLAS_STATUS_SUCCESS) {
+        plan->exists = false;
+        matmul_say_unfused(*s);
+        return false;
+    }
+    const int OC = e->kind == CUBLASLT_EPILOGUE_BGRADA ? s->m : s->n;
+    if (e->dbias != nullptr) matmul_backward_bias_add(e->dbias, (const float*)e->bias, 1, OC, stream);
+    return true;
+}
+
+/* A call in one GEMM; or a GEMM with less of the epilogue, and a pass for the rest. The alignment is found here. */
+static void matmul_lt(MatmulShape s, MatmulCall call, cudaStream_t stream)
+{
+    const MatmulEpilogue e = call.epilogue;
+    uintptr_t address_bits = 256;
+    for (const void* p : {(const void*)call.a, (const void*)call.b, (const void*)call.d, e.bias, e.aux})
+        address_bits |= (uintptr_t)p;
+    s.alignment_bytes = (int)(address_bits & -address_bits);
+    MatmulPlan* plan = matmul_plan_find(s, e);
+    plan->call = call;
+    const bool done = matmul_plan_call(plan, stream);
+    if (done && !(matmul_state.fusion == Fusion::BOTH && matmul_is_optional(e.kind))) return;
+    call.epilogue = MATMUL_PLAIN;
+    if (e.kind == CUBLASLT_EPILOGUE_GELU_AUX_BIAS) call.epilogue = {CUBLASLT_EPILOGUE_BIAS, e.bias, nullptr, nullptr};
+    if (matmul_is_gelu(e.kind) && e.kind != CUBLASLT_EPILOGUE_DGELU) call.d = (void*)e.aux;
+    s.epilogue = call.epilogue.kind;
+    matmul_lt(s, call, stream);
+    matmul_epilogue_pass(plan, stream);
+}
+
+static void matmul_lt_forward(floatX* out, const floatX* inp, const floatX* weight, int N, int IC, int OC,
+                              Layout layout, MatmulEpilogue e, cudaStream_t stream)
+{
+    matmul_lt({OC, N, IC, layout == Layout::OUT_IN, false, false, e.kind, 0}, {out, weight, inp, 0.0f, e}, stream);
+}
+
+static void matmul_lt_backward_input(floatX* dinp, const floatX* dout, const floatX* weight, int N, int IC, int OC,
+                                     Layout layout, float beta, MatmulEpilogue e, cudaStream_t stream)
+{
+    matmul_lt({IC, N, OC, layout == Layout::IN_OUT, false, false, e.kind, 0}, {dinp, weight, dout, beta, e}, stream);
+}
+
+static void matmul_lt_backward_weight(float* dweight, float* dbias, float* scratch, const floatX* dout,
+                                      const floatX* inp, int N, int IC, int OC, Layout layout, float beta,
+                                      cudaStream_t stream)
+{
+    const bool out_in = layout == Layout::OUT_IN;
+    MatmulEpilogue e = MATMUL_PLAIN;
+    if (dbias != nullptr) e = {out_in ? CUBLASLT_EPILOGUE_BGRADB : CUBLASLT_EPILOGUE_BGRADA, scratch, nullptr, dbias};
+    if (out_in) matmul_lt({IC, OC, N, false, true, true, e.kind, 0}, {dweight, inp, dout, beta, e}, stream);
+    else matmul_lt({OC, IC, N, false, true, true, e.kind, 0}, {dweight, dout, inp, beta, e}, stream);
+}
+
 #endif
 
 /* What a GEMM moves at least: two operands in, a result out. */
 static double matmul_bytes(double N, double IC, double OC) { return (N * IC + IC * OC + N * OC) * sizeof(floatX); }
 
-/* And what the activation adds, on n elements: as an epilogue its argument, as a pass of its own all its operands. */
+/* And what the activation adds, on n elements, by the rule: as an epilogue its argument, as a pass all its operands. */
 static double matmul_act_bytes(Activation kind, double n, int num_operands)
 {
-    return (activation_epilogue(kind) == Epilogue::NONE ? num_operands : 1) * n * sizeof(floatX);
+    const bool fuses = activation_epilogue(kind) == Epilogue::GELU && matmul_fuses_gelu(matmul_capability());
+    return (fuses ? 1 : num_operands) * n * sizeof(floatX);
 }
 
 static void matmul_forward(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias, int N, int IC,
@@ -378,12 +496,8 @@ static void matmul_forward(floatX* out, const floatX* inp, const floatX* weight,
     OP(stream, 2.0 * N * IC * OC, matmul_bytes(N, IC, OC), N, IC, OC);
     ON_CPU(matmul_forward_cpu(out, inp, weight, bias, N, IC, OC, layout));
 #ifndef DEVICE_CPU
-    const MatmulEpilogue add_bias = {CUBLASLT_EPILOGUE_BIAS, bias, nullptr};
-    if (bias != nullptr && matmul_lt_forward(out, inp, weight, N, IC, OC, layout, add_bias, stream)) return;
-    matmul_lt_forward(out, inp, weight, N, IC, OC, layout, MATMUL_PLAIN, stream);
-    if (bias == nullptr) return;
-    LAUNCH(matmul_bias_kernel, N, 256, 0, stream, out, bias, OC);
-    CUDA_CHECK(cudaGetLastError());
+    const MatmulEpilogue add_bias = {CUBLASLT_EPILOGUE_BIAS, bias, nullptr, nullptr};
+    matmul_lt_forward(out, inp, weight, N, IC, OC, layout, bias != nullptr ? add_bias : MATMUL_PLAIN, stream);
 #endif
 }
 
@@ -392,9 +506,9 @@ static void matmul_forward_act(floatX* out, floatX* pre, const floatX* inp, cons
 {
     OP(stream, 2.0 * N * IC * OC, matmul_bytes(N, IC, OC) + matmul_act_bytes(kind, 1.0 * N * OC, 2), N, IC, OC);
 #ifndef DEVICE_CPU
-    const MatmulEpilogue add_bias_act = {CUBLASLT_EPILOGUE_GELU_AUX_BIAS, bias, pre};
-    if (activation_epilogue(kind) == Epilogue::GELU && bias != nullptr &&
-        matmul_lt_forward(out, inp, weight, N, IC, OC, layout, add_bias_act, stream)) return;
+    const cublasLtEpilogue_t gelu = bias != nullptr ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    if (activation_epilogue(kind) == Epilogue::GELU)
+        return matmul_lt_forward(out, inp, weight, N, IC, OC, layout, {gelu, bias, pre, nullptr}, stream);
 #endif
     matmul_forward(pre, inp, weight, bias, N, IC, OC, layout, stream);
     activation_forward(out, pre, (size_t)N * OC, kind, stream);
@@ -417,9 +531,9 @@ static void matmul_backward_input_act(floatX* dpre, const floatX* dout, const fl
 {
     OP(stream, 2.0 * N * IC * OC, matmul_bytes(N, IC, OC) + matmul_act_bytes(kind, 1.0 * N * IC, 3), N, IC, OC);
 #ifndef DEVICE_CPU
-    const MatmulEpilogue derivative = {CUBLASLT_EPILOGUE_DGELU, nullptr, pre};
-    if (activation_epilogue(kind) == Epilogue::GELU &&
-        matmul_lt_backward_input(dpre, dout, weight, N, IC, OC, layout, 0.0f, derivative, stream)) return;
+    const MatmulEpilogue derivative = {CUBLASLT_EPILOGUE_DGELU, nullptr, pre, nullptr};
+    if (activation_epilogue(kind) == Epilogue::GELU)
+        return matmul_lt_backward_input(dpre, dout, weight, N, IC, OC, layout, 0.0f, derivative, stream);
 #endif
     matmul_backward_input(dpre, dout, weight, N, IC, OC, layout, false, stream);
     activation_backward(dpre, dpre, pre, (size_t)N * IC, kind, stream);
@@ -428,22 +542,13 @@ static void matmul_backward_input_act(floatX* dpre, const floatX* dout, const fl
 static void matmul_backward_weight(float* dweight, float* dbias, float* scratch, const floatX* dout, const floatX* inp,
                                    int N, int IC, int OC, Layout layout, bool accumulate, cudaStream_t stream)
 {
+    const double operand_elems = N * ((double)IC + (dbias != nullptr ? 2 : 1) * OC);    // dbias reads dout again
     OP(stream, 2.0 * N * IC * OC,
-       N * ((double)IC + OC) * sizeof(floatX) + (accumulate ? 2.0 : 1.0) * IC * OC * sizeof(float), N, IC, OC);
+       operand_elems * sizeof(floatX) + (accumulate ? 2.0 : 1.0) * IC * OC * sizeof(float), N, IC, OC);
     ON_CPU((void)scratch, matmul_backward_weight_cpu(dweight, dbias, dout, inp, N, IC, OC, layout, accumulate));
 #ifndef DEVICE_CPU
     const float beta = accumulate ? 1.0f : 0.0f;
-    int num_parts = 1;
-    if (dbias == nullptr || !matmul_lt_backward_weight(dweight, scratch, dout, inp, N, IC, OC, layout, beta, stream)) {
-        matmul_lt_backward_weight(dweight, nullptr, dout, inp, N, IC, OC, layout, beta, stream);
-        if (dbias == nullptr) return;
-        num_parts = min(MATMUL_BIAS_PARTS, (int)ceil_div(N, 32));
-        LAUNCH(matmul_backward_bias_parts_kernel, dim3(ceil_div(OC, 32), num_parts), 256, 0, stream, scratch, dout, N,
-               OC);
-        CUDA_CHECK(cudaGetLastError());
-    }
-    LAUNCH(matmul_backward_bias_add_kernel, ceil_div(OC, 256), 256, 0, stream, dbias, scratch, num_parts, OC);
-    CUDA_CHECK(cudaGetLastError());
+    matmul_lt_backward_weight(dweight, dbias, scratch, dout, inp, N, IC, OC, layout, beta, stream);
 #endif
 }
 
@@ -589,19 +694,21 @@ template<Layout layout> static void matmul_backward_weight_test(OpRun* run)
                                          op_dot(out, dout.f64, (size_t)N * OC)));
 }
 
-/* dims: N, IC, OC. The activation takes pre before it is rounded or after: both are within the rule. */
+/* dims: N, IC, OC, 1 with a bias. The activation takes pre before it is rounded or after: both are within the rule. */
 template<Layout layout, Activation kind> static void matmul_forward_act_test(OpRun* run)
 {
     const int N = run->dims[0], IC = run->dims[1], OC = run->dims[2];
+    const bool has_bias = run->dims[3] != 0;
     OpTensor<floatX> inp = op_input<floatX>(run, "inp", (size_t)N * IC, 0.0, 1.0);
     OpTensor<floatX> weight = op_input<floatX>(run, "weight", (size_t)OC * IC, 0.0, 1.0 / sqrt(IC));
     OpTensor<floatX> bias = op_input<floatX>(run, "bias", OC, 0.0, 1.0);
     OpTensor<floatX> pre = op_output<floatX>(run, "pre", (size_t)N * OC);
     OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)N * OC);
     OP_RUN(run, 0, 2.0 * N * IC * OC,
-           matmul_forward_act(out.dev, pre.dev, inp.dev, weight.dev, bias.dev, N, IC, OC, layout, kind, 0));
-    matmul_forward_ref(pre.f64, inp.f64, weight.f64, bias.f64, N, IC, OC, layout);
-    matmul_forward_ref(pre.f32, inp.f32, weight.f32, bias.f32, N, IC, OC, layout);
+           matmul_forward_act(out.dev, pre.dev, inp.dev, weight.dev, has_bias ? bias.dev : nullptr, N, IC, OC, layout,
+                              kind, 0));
+    matmul_forward_ref(pre.f64, inp.f64, weight.f64, has_bias ? bias.f64 : nullptr, N, IC, OC, layout);
+    matmul_forward_ref(pre.f32, inp.f32, weight.f32, has_bias ? bias.f32 : nullptr, N, IC, OC, layout);
     activation_forward_ref(out.f64, pre.f64, out.n, kind);
     activation_forward_ref(out.f32, pre.f32, out.n, kind);
     op_check(run, pre);
@@ -625,12 +732,41 @@ template<Layout layout, Activation kind> static void matmul_backward_input_act_t
     op_check(run, dpre);
 }
 
+#define MATMUL_ACT_TEST(name, layout, kind, when, ...) \
+    {#name, name##_test<Layout::layout, Activation::kind>, {__VA_ARGS__}, OpWhen::when}
 #define MATMUL_ACT_TESTS(name) \
-    {#name, name##_test<Layout::OUT_IN, Activation::GELU_TANH>, {7, 33, 65}, OpWhen::ALWAYS}, \
-    {#name, name##_test<Layout::IN_OUT, Activation::GELU_TANH>, {33, 96, 64}, OpWhen::ALWAYS}, \
-    {#name, name##_test<Layout::OUT_IN, Activation::GELU_TANH>, {65, 64, 200}, OpWhen::ALWAYS}, \
-    {#name, name##_test<Layout::IN_OUT, Activation::GELU_ERF>, {5, 72, 40}, OpWhen::ALWAYS}, \
-    {#name, name##_test<Layout::IN_OUT, Activation::GELU_TANH>, {1024, 768, 3072}, OpWhen::BENCH}
+    MATMUL_ACT_TEST(name, OUT_IN, GELU_TANH, ALWAYS, 7, 33, 65, 1), \
+    MATMUL_ACT_TEST(name, IN_OUT, GELU_TANH, ALWAYS, 33, 96, 64, 1), \
+    MATMUL_ACT_TEST(name, OUT_IN, GELU_TANH, ALWAYS, 65, 64, 200, 1), \
+    MATMUL_ACT_TEST(name, OUT_IN, GELU_TANH, ALWAYS, 33, 64, 96), \
+    MATMUL_ACT_TEST(name, IN_OUT, GELU_ERF, ALWAYS, 5, 72, 40, 1), \
+    MATMUL_ACT_TEST(name, IN_OUT, GELU_TANH, BENCH, 1024, 768, 3072, 1)
+
+/* Whatever the rule is for this GPU: with every optional epilogue, and without any. */
+#ifdef DEVICE_CPU
+#define MATMUL_FUSION_TESTS(fusion, FUSION)
+#else
+template<void (*test)(OpRun*), Fusion fusion> static void matmul_fusion_test(OpRun* run)
+{
+    const Fusion before = matmul_state.fusion;
+    matmul_state.fusion = fusion;
+    test(run);
+    matmul_state.fusion = before;
+}
+#define MATMUL_FUSION_TEST(name, fusion, FUSION, when, test, ...) \
+    {#name "_" #fusion, matmul_fusion_test<name##_test<test>, Fusion::FUSION>, {__VA_ARGS__}, OpWhen::when}
+#define MATMUL_FUSION_TESTS(fusion, FUSION) \
+    MATMUL_FUSION_TEST(matmul_backward_weight, fusion, FUSION, ALWAYS, Layout::OUT_IN, 33, 96, 64, 2), \
+    MATMUL_FUSION_TEST(matmul_backward_weight, fusion, FUSION, ALWAYS, Layout::IN_OUT, 130, 64, 257, 1), \
+    MATMUL_FUSION_TEST(matmul_backward_weight, fusion, FUSION, BENCH, Layout::IN_OUT, 1024, 768, 3072, 1), \
+    MATMUL_FUSION_ACT_TESTS(matmul_forward_act, fusion, FUSION), \
+    MATMUL_FUSION_ACT_TESTS(matmul_backward_input_act, fusion, FUSION),
+#define GELU_OF(layout) Layout::layout, Activation::GELU_TANH
+#define MATMUL_FUSION_ACT_TESTS(name, fusion, FUSION) \
+    MATMUL_FUSION_TEST(name, fusion, FUSION, ALWAYS, GELU_OF(OUT_IN), 65, 64, 200, 1), \
+    MATMUL_FUSION_TEST(name, fusion, FUSION, ALWAYS, GELU_OF(IN_OUT), 33, 64, 96), \
+    MATMUL_FUSION_TEST(name, fusion, FUSION, BENCH, GELU_OF(IN_OUT), 1024, 768, 3072, 1)
+#endif
 
 #define MATMUL_TEST(name, layout, when, ...) {#name, name##_test<Layout::layout>, {__VA_ARGS__}, OpWhen::when}
 #define MATMUL_TESTS(name) \
@@ -659,5 +795,6 @@ static const OpTest matmul_tests[] = {
     MATMUL_TEST(matmul_backward_weight, OUT_IN, ALWAYS, 7, 33, 65, 2),
     MATMUL_TEST(matmul_backward_weight, IN_OUT, ALWAYS, 600, 33, 65, 2),
     MATMUL_ACT_TESTS(matmul_forward_act), MATMUL_ACT_TESTS(matmul_backward_input_act),
+    MATMUL_FUSION_TESTS(fused, ALL) MATMUL_FUSION_TESTS(unfused, NONE)
 };
 #endif

@@ -29,6 +29,7 @@ typedef struct Costs { Cost costs[96]; int num_costs; } Costs;
 typedef struct CostWalk {
     Costs* out;
     const Model* m;
+    int capability;           // of the GPU: matmul_fuses_gelu
     Part part;
     double times;
     size_t N;                 // rows of a micro-step
@@ -86,10 +87,13 @@ static void cost_backward_weight(CostWalk* w, const char* product, double N, dou
                  ELEM * (N * IC + N * OC) + 4 * (1 + adds) * IC * OC);
 }
 
-/* Of a block. */
+/* Of a block, and of its bias if there is one. */
 static void cost_linear_backward_weight(CostWalk* w, const char* product, Row row, double N, double IC, double OC)
 {
-    cost_backward_weight(w, product, N, IC, OC, cost_adds(w, unit_block(&w->m->config, 0), row));
+    const int unit = unit_block(&w->m->config, 0);
+    cost_backward_weight(w, product, N, IC, OC, cost_adds(w, unit, row));
+    if (unit_tensor(&w->m->shard, unit, row + 1) != nullptr)
+        cost_add(w, "matmul_backward_bias", 0, ELEM * N * OC);
 }
 
 static void cost_backward_input(CostWalk* w, const char* product, double N, double IC, double OC, bool accumulate)
@@ -165,7 +169,8 @@ static void cost_swiglu_forward(CostWalk* w)
 static double cost_fused_elems(const CostWalk* w)
 {
     const Config* c = &w->m->config;
-    return activation_epilogue(c->activation) == Epilogue::NONE ? 0 : (double)w->N * c->F;
+    const bool fuses = activation_epilogue(c->activation) == Epilogue::GELU && matmul_fuses_gelu(w->capability);
+    return fuses ? (double)w->N * c->F : 0;
 }
 
 static void cost_mlp_part(CostWalk* w)
@@ -470,11 +475,12 @@ static void cost_update(CostWalk* w)
     if (z->optimizer->phase == TensorPhase::MATRICES) cost_muon(w);
 }
 
-/* One step of this rank with full micro-batches and sequences. The model and its Zero are planned. */
-static void step_cost(Costs* out, const Model* m)
+/* One step of this rank with full micro-batches and sequences on a GPU of this compute capability. The model and its
+ * Zero are planned. */
+static void step_cost(Costs* out, const Model* m, int capability)
 {
     *out = Costs{};
-    CostWalk walk = {out, m, Part::FORWARD, (double)m->zero->num_micro_steps, (size_t)m->B * m->T};
+    CostWalk walk = {out, m, capability, Part::FORWARD, (double)m->zero->num_micro_steps, (size_t)m->B * m->T};
     cost_micro(&walk);
     cost_gradients(&walk);
     cost_update(&walk);

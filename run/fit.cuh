@@ -28,7 +28,7 @@ static Estimate setting_estimate(const Run* run, Setting s)
     plan_run(trial, true);
     Estimate e = {};
     e.device_bytes = plan_bytes(&trial->plan, Place::DEVICE);
-    step_cost(&e.costs, &trial->model);
+    step_cost(&e.costs, &trial->model, run->device.capability);
     e.time = step_time(&run->device, &trial->model, &e.costs);
     if (e.time.step_s > 0 && trial->model.offloads)   // to the host and back in each micro-step
         e.copy_s = 2.0 * s.G * (double)offload_bytes(&trial->model.inputs) / host_rate(&run->device);

@@ -71,7 +71,9 @@ def test_flops_of_recomputation(tmp_path, family, level, products, attention):
 # much more: statistics, weights and partial sums that all rows share, of which so few rows have a large part
 # (test_traffic.py looks at what one more row costs).
 GROUPS = [
-    (r"matmul_.*", r"cublasLtMatmul, (A|B|C|D|aux)", 1.001),
+    (r"matmul_(?!backward_bias).*", r"cublasLtMatmul, (A|B|C|D|aux)", 1.001),
+    (r"matmul_backward_bias", r"matmul_backward_bias_parts_kernel", 1.2),
+    (r"activation_\w+", r"activation_kernel.*", 1.01),
     (r"(residual_)?(layer|rms)norm_forward", r"(layer|rms)norm_forward_kernel.*", 1.15),
     (r"(layer|rms)norm_backward", r"norm_backward_kernel.*", 2.5),
     (r"rope_\w+", r"rope_kernel.*", 1.2),
@@ -95,17 +97,19 @@ GROUPS = [
     (r"muon_combine", r"muon_combine_kernel", 1.01),
 ]
 EXTRA_RUNS = {"cudaMemsetAsync": 2}            # the step's sums, and the hash after the last step
-RUNS = [("gpt2", ["-g", 2]), ("gpt2", ["-r", "block", "--dropout", 0.1]), ("llama", ["-r", "attention"]),
-        ("llama", ["-r", 2, "--optimizer", "muon"]), ("gpt2", ["-r", "mlp", "--optimizer", "lamb", "--master", "split",
-                                                               "--state-dtype", "bf16"]),
-        ("llama", ["-g", 2, "--optimizer", "sgd", "--grad-dtype", "bf16"])]
+RUNS = [("gpt2", 80, ["-g", 2]), ("gpt2", 90, ["-r", "block", "--dropout", 0.1]), ("llama", 90, ["-r", "attention"]),
+        ("llama", 80, ["-r", 2, "--optimizer", "muon"]),
+        ("gpt2", 90, ["-r", "mlp", "--optimizer", "lamb", "--master", "split", "--state-dtype", "bf16"]),
+        ("llama", 90, ["-g", 2, "--optimizer", "sgd", "--grad-dtype", "bf16"])]
 
 
-@pytest.mark.parametrize("family, flags", RUNS, ids=lambda x: "-".join(map(str, x)) if isinstance(x, list) else x)
-def test_calls_and_bytes_of_a_step(tmp_path, monkeypatch, family, flags, B=16):
+@pytest.mark.parametrize("family, capability, flags", RUNS,
+                         ids=lambda x: "-".join(map(str, x)) if isinstance(x, list) else x)
+def test_calls_and_bytes_of_a_step(tmp_path, monkeypatch, family, capability, flags, B=16):
     if not (ROOT / "build/check/train_gpt").exists():
         pytest.skip("the checked variant is not built")
     monkeypatch.setenv("TRAIN_GPT_EMU", "build/check/train_gpt")
+    monkeypatch.setenv("EMU_CAPABILITY", str(capability))
     micro = flags[flags.index("-g") + 1] if "-g" in flags else 1
     folder = model_folder(tmp_path / "m", family, B * T * micro)
     flags = [*flags, "-b", B, "-p", "bf16"]
@@ -154,7 +158,7 @@ def test_head_rows_of_a_chunked_vocabulary(tmp_path):
 # ---- what a run records -------------------------------------------------------------------------------------------
 # All of them together have every operation of the plan. A vocabulary of whole rows of 64, since padding is planned and
 # not updated.
-RECORDED = [(family, 1, [*flags, "-p", "bf16"]) for family, flags in RUNS] + [
+RECORDED = [(family, 1, [*flags, "-p", "bf16"]) for family, _, flags in RUNS] + [
     ("gpt2", 1, ["-g", 2, "--dropout", 0.1]), ("gpt2", 2, ["-z", 2, "-g", 2, "--optimizer", "lamb"]),
     ("llama", 2, ["-z", 3, "-r", 2]), ("llama", 1, ["-r", "cheap", "--optimizer", "adagrad"]),
     ("arcee", 1, ["-r", "mlp"]), ("arcee", 2, ["-z", 1, "-r", "attention", "--optimizer", "muon"]),
@@ -165,7 +169,8 @@ RECORDED = [(family, 1, [*flags, "-p", "bf16"]) for family, flags in RUNS] + [
 # On the host, or a few numbers; of communication the plan has the bytes sent.
 SMALL = {"load_batch", "nonfinite_find", "step_state_update", "reduce_gradients", "gather_parameters", "move_matrices"}
 # Rows of the plan that a run records as part of the operation which launches them.
-PART_OF = {"activation_forward": "matmul_forward_act", "activation_backward": "matmul_backward_input_act"}
+PART_OF = {"activation_forward": "matmul_forward_act", "activation_backward": "matmul_backward_input_act",
+           "matmul_backward_bias": "matmul_backward_weight"}
 
 
 def recorded_models(V):
@@ -230,6 +235,32 @@ def test_recorded_as_planned(tmp_path, model, ranks, flags):
             if b != pytest.approx(a, rel=1e-5):
                 wrong.append(f"{phase}: {op}: {name} planned {a:.6g}, recorded {b:.6g}")
     assert not wrong, "\n".join(wrong)
+
+
+# ---- epilogues ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("flags, fuses", [
+    (["--gpu", "h100", "-p", "bf16"], True), (["--gpu", "b200", "-p", "fp16"], True), (["--gpu", "h100"], False),
+    (["--gpu", "rtx 4090", "-p", "bf16"], False), (["--gpu", "a100", "-p", "bf16"], False), (["-p", "bf16"], False)])
+def test_fused_by_the_gpu_of_the_plan(tmp_path, flags, fuses):
+    """GELU is an epilogue of the GEMMs in 16 bits from compute capability 9.0 on. The bias gradient never is."""
+    B, elem_bytes = 4, 2 if "-p" in flags else 4
+    rows = costs(model_folder(tmp_path / "m", "gpt2"), "-b", B, "-g", 1, *flags)
+    assert [row[1] for row in rows if row[1].startswith("activation")] == (
+        [] if fuses else ["activation_forward", "activation_backward"])
+    act = next(row for row in rows if row[1] == "matmul_forward_act")
+    assert act[5] == pytest.approx(L * elem_bytes * (B * T * (5 + 4 * fuses) * C + 4 * C * C), rel=1e-5)
+    bias = next(row for row in rows if row[1] == "matmul_backward_bias")
+    assert bias[3] == 4 * L and bias[5] == pytest.approx(L * elem_bytes * B * T * (3 + 1 + 4 + 1) * C, rel=1e-5)
+
+
+def test_bias_gradients_of_the_biases_there_are(tmp_path):
+    """LLaMA has none, Qwen2 that of the queries, keys and values."""
+    rows = costs(model_folder(tmp_path / "m", "llama"), "-b", 4)
+    assert not any(row[1] == "matmul_backward_bias" for row in rows)
+    (tmp_path / "m" / "config.json").write_text(json.dumps(MODELS["llama"][0] | {"model_type": "qwen2"}))
+    rows = costs(tmp_path / "m", "-b", 4, "-g", 1)
+    assert next(row[3:] for row in rows if row[1] == "matmul_backward_bias") == (
+        L, 0, pytest.approx(L * 4 * 4 * T * 2 * C, rel=1e-5))
 
 
 # ---- sizes that a plan does not walk through ----------------------------------------------------------------------

@@ -86,7 +86,8 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* prop, int device)
     prop->integrated = 1;
 #ifdef DEVICE_EMU
     snprintf(prop->name, sizeof prop->name, "emulated device");
-    prop->major = 9;
+    prop->major = emu_options.capability / 10;
+    prop->minor = emu_options.capability % 10;
     prop->multiProcessorCount = 4;                   // few: grids sized by it stay small
     prop->maxThreadsPerMultiProcessor = 2048;
     prop->sharedMemPerBlock = 48 << 10;

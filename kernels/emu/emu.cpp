@@ -23,12 +23,14 @@ static uint64_t env_number(const char* name, uint64_t otherwise)
 
 static EmuOptions options_from_env(void)
 {
-    EmuOptions o = {env_number("EMU_SEED", 0), (int)env_number("EMU_CP_ASYNC", 0), 227 << 10};
+    EmuOptions o = {env_number("EMU_SEED", 0), (int)env_number("EMU_CP_ASYNC", 0), 227 << 10,
+                    (int)env_number("EMU_CAPABILITY", 90)};
     if (o.seed != 0) o.seed = o.seed * 1000 + env_number("OMPI_COMM_WORLD_RANK", 0);   // each rank has its own order
     return o;
 }
 
 EmuOptions emu_options = options_from_env();
+double emu_pretended_s;
 static uint64_t random_state = emu_options.seed * 0xD1342543DE82EF95ull;
 
 uint64_t emu_random(void)                            // splitmix64

@@ -12,8 +12,10 @@ struct EmuOptions {
     uint64_t seed;                    // EMU_SEED: 0 runs every operation at once; n: one of many legal orders
     int cp_async;                     // EMU_CP_ASYNC: 0 by the seed, 1 copies at issue, 2 at the wait
     size_t shared_limit_bytes;        // of one block
+    int capability;                   // EMU_CAPABILITY: that of the GPU, 90 is 9.0
 };
 extern EmuOptions emu_options;
+extern double emu_pretended_s;        // by which events are later than now: what slow GEMMs took (blaslt.cpp)
 uint64_t emu_random(void);            // seeded, the same on every run
 uint64_t emu_random_below(uint64_t n);
 [[noreturn]] FORMAT(1, 2) void emu_die(const char* fmt, ...);

@@ -440,7 +440,7 @@ static bool run_fill(void* arg)
 
 static bool run_record(void* arg)
 {
-    (*(CUevent_st**)arg)->time_s = now_s();
+    (*(CUevent_st**)arg)->time_s = now_s() + emu_pretended_s;
     return true;
 }
 
