@@ -221,7 +221,7 @@ for model in gpt llama; do
     row "bits $model --offload" 15 same $model offload -z 3 --offload optimizer,gradients,parameters
     row "bits $model --overlap 0" 15 same $model overlap --overlap 0
 done
-row "bits gpt dropout" 20 dropout_twice
+row "bits gpt dropout" 30 dropout_twice
 row "trace" 20 traced
 
 # Streams, events and the host functions of collectives of several ranks, truly at the same time.
