@@ -102,17 +102,17 @@ template <bool ALIGNED, class T> DEV void pairs_load(float (&x)[QK_PAIRS], float
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < QK_PAIRS; k++) x[k] = y[k] = 0.0f;
-    if (ALIGNED) {
+    if constexpr (ALIGNED) {
         if (lane * QK_PAIRS >= half) return;
         load_vec(x, row + lane * QK_PAIRS);
         load_vec(y, row + half + lane * QK_PAIRS);
-        return;
-    }
+    } else {
 #pragma unroll
-    for (int k = 0; k < QK_PAIRS; k++) {
-        if (lane + 32 * k >= half) continue;
-        x[k] = load_f(row[lane + 32 * k]);
-        y[k] = load_f(row[half + lane + 32 * k]);
+        for (int k = 0; k < QK_PAIRS; k++) {
+            if (lane + 32 * k >= half) continue;
+            x[k] = load_f(row[lane + 32 * k]);
+            y[k] = load_f(row[half + lane + 32 * k]);
+        }
     }
 }
 
@@ -120,17 +120,17 @@ template <bool ALIGNED, class T> DEV void pairs_store(T* row, const float (&x)[Q
                                                       int half)
 {
     const int lane = threadIdx.x % 32;
-    if (ALIGNED) {
+    if constexpr (ALIGNED) {
         if (lane * QK_PAIRS >= half) return;
         store_vec(row + lane * QK_PAIRS, x);
         store_vec(row + half + lane * QK_PAIRS, y);
-        return;
-    }
+    } else {
 #pragma unroll
-    for (int k = 0; k < QK_PAIRS; k++) {
-        if (lane + 32 * k >= half) continue;
-        store_f(row + lane + 32 * k, x[k]);
-        store_f(row + half + lane + 32 * k, y[k]);
+        for (int k = 0; k < QK_PAIRS; k++) {
+            if (lane + 32 * k >= half) continue;
+            store_f(row + lane + 32 * k, x[k]);
+            store_f(row + half + lane + 32 * k, y[k]);
+        }
     }
 }
 

@@ -9,9 +9,12 @@ from util import ROOT, gpt2_config, llama_config, plan_rows, shard_write, train_
 
 ROW = re.compile(r"^  (forward|backward|recompute|optimizer) +(\w+) +(\w*) +(\d+) calls +(\S+) Gflop +(\S+) MB", re.M)
 V, VP, C, NH, T, L, F_LLAMA = 97, 128, 64, 4, 16, 3, 176
+# Config, widths of q and of q, k and v together, weights of the MLP.
 MODELS = {
-    "gpt2": (gpt2_config(V, C, T, L=L, NH=NH), 3 * C, C * (4 + 4) * C),
-    "llama": (llama_config(V, C, T, L=L, NH=NH, F=F_LLAMA, num_key_value_heads=2), 2 * C, C * 3 * F_LLAMA),
+    "gpt2": (gpt2_config(V, C, T, L=L, NH=NH), C, 3 * C, C * (4 + 4) * C),
+    "llama": (llama_config(V, C, T, L=L, NH=NH, F=F_LLAMA, num_key_value_heads=2), C, 2 * C, C * 3 * F_LLAMA),
+    "qwen3": (llama_config(V, C, T, L=L, NH=NH, F=F_LLAMA, model_type="qwen3", num_key_value_heads=2, head_dim=24),
+              96, 192, C * 3 * F_LLAMA),
 }
 
 
@@ -39,12 +42,12 @@ def flops_of(rows, **match):
 # ---- floating-point operations -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("family", MODELS)
 def test_flops_are_six_for_each_weight_and_token(tmp_path, family):
-    _, QKV, mlp = MODELS[family]
+    _, Q, QKV, mlp = MODELS[family]
     B, G = 3, 5
     rows = costs(model_folder(tmp_path / "m", family), "-b", B, "-g", G)
-    N, weights = B * G * T, L * (C * QKV + C * C + mlp) + VP * C
+    N, weights = B * G * T, L * (C * QKV + Q * C + mlp) + VP * C
     assert flops_of(rows, product=r"\w+") == pytest.approx(6 * N * weights, rel=1e-5)
-    attention = N * L * C * (T + 1)            # of one GEMM over the causal half
+    attention = N * L * Q * (T + 1)            # of one GEMM over the causal half
     assert flops_of(rows, op="attention_forward") == pytest.approx(2 * attention, rel=1e-5)
     assert flops_of(rows, op="attention_backward") == pytest.approx(5 * attention, rel=1e-5)
     assert flops_of(rows, part="recompute") == 0
@@ -63,7 +66,7 @@ def test_flops_of_recomputation(tmp_path, family, level, products, attention):
         expected = forward * (L - 1) / L if product in products else 0
         assert flops_of(rows, part="recompute", product=product) == pytest.approx(expected, rel=1e-5)
     assert flops_of(rows, part="recompute", op="attention_forward") == pytest.approx(
-        attention * 2 * B * T * (L - 1) * C * (T + 1), rel=1e-5)
+        attention * 2 * B * T * (L - 1) * MODELS[family][1] * (T + 1), rel=1e-5)
 
 
 # ---- calls and bytes ---------------------------------------------------------------------------------------------
@@ -77,6 +80,8 @@ GROUPS = [
     (r"(residual_)?(layer|rms)norm_forward", r"(layer|rms)norm_forward_kernel.*", 1.15),
     (r"(layer|rms)norm_backward", r"norm_backward_kernel.*", 2.5),
     (r"rope_\w+", r"rope_kernel.*", 1.2),
+    (r"qk_norm_rope_forward", r"qk_norm_rope_forward_kernel.*", 1.3),
+    (r"qk_norm_rope_backward", r"qk_norm_rope_backward_kernel.*", 1.6),
     (r"swiglu_forward", r"swiglu_forward_kernel.*", 1.01),
     (r"swiglu_backward", r"swiglu_backward_kernel.*", 1.01),
     (r"dropout", r"dropout_kernel.*", 1.01),
@@ -100,7 +105,7 @@ EXTRA_RUNS = {"cudaMemsetAsync": 2}            # the step's sums, and the hash a
 RUNS = [("gpt2", 80, ["-g", 2]), ("gpt2", 90, ["-r", "block", "--dropout", 0.1]), ("llama", 90, ["-r", "attention"]),
         ("llama", 80, ["-r", 2, "--optimizer", "muon"]),
         ("gpt2", 90, ["-r", "mlp", "--optimizer", "lamb", "--master", "split", "--state-dtype", "bf16"]),
-        ("llama", 90, ["-g", 2, "--optimizer", "sgd", "--grad-dtype", "bf16"])]
+        ("llama", 90, ["-g", 2, "--optimizer", "sgd", "--grad-dtype", "bf16"]), ("qwen3", 90, ["-r", "cheap"])]
 
 
 @pytest.mark.parametrize("family, capability, flags", RUNS,
@@ -164,7 +169,7 @@ RECORDED = [(family, 1, [*flags, "-p", "bf16"]) for family, _, flags in RUNS] + 
     ("arcee", 1, ["-r", "mlp"]), ("arcee", 2, ["-z", 1, "-r", "attention", "--optimizer", "muon"]),
     ("gelu", 1, ["-r", "cheap", "-p", "bf16", "--fp32-tensors", "wte"]),
     ("untied", 2, ["-z", 3, "-p", "bf16", "-g", 2, "--optimizer", "lion"]),
-    ("qwen3", 1, ["-r", "cheap"]), ("qwen3", 2, ["-z", 2, "-p", "bf16", "-g", 2, "--comm-dtype", "bf16"]),
+    ("qwen3", 2, ["-z", 2, "-p", "bf16", "-g", 2, "--comm-dtype", "bf16"]),
 ]
 # On the host, or a few numbers; of communication the plan has the bytes sent.
 SMALL = {"load_batch", "nonfinite_find", "step_state_update", "reduce_gradients", "gather_parameters", "move_matrices"}
