@@ -3,8 +3,8 @@
 #   scripts/test.sh [--full] [DEVICE ...]   DEVICE: cpu, emu, check, cuda; default all, cuda where nvcc is
 # check is the memory checker of emu: races, out-of-bounds, uninitialized reads of kernels and host code.
 # Without a GPU the cuda build is compiled and linked (and must not spill), not run. --full adds the long tests, all
-# combinations of settings where CI runs pairwise sets (test/conftest.py), fp16's kernels for every architecture,
-# dev/examples and ten minutes of fuzzing instead of fifteen seconds.
+# combinations of settings where CI runs pairwise sets (test/conftest.py), the kernels of fp32 and fp16 for every
+# architecture, dev/examples and ten minutes of fuzzing instead of fifteen seconds.
 # Each test's own output is written to build/logs/ and shown when it fails.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -125,12 +125,12 @@ for device in "${devices[@]}"; do
         continue
     fi
     if [ "$device" = cuda ]; then
-        # Compiles and links it for sm_80, sm_90 and sm_100; fp16, whose kernels are those of bf16, for one of them.
+        # Compiles and links it, bf16 for all architectures, the other precisions for one of them.
         if [ $full = 1 ]; then
             run cuda-spills make spills
         else
-            run cuda-spills-fp16 make spills PREC=fp16 ARCH=90
-            run cuda-spills make spills PREC="fp32 bf16"       # the last: test_faults.py runs its program
+            run cuda-spills make spills PREC=bf16
+            run cuda-spills-sm_90 make spills PREC="fp32 fp16" ARCH=90     # the last: test_faults.py runs its program
         fi
         if ! have_gpu; then
             skip cuda-run "compiled and linked; no GPU here to run it on"
