@@ -2,7 +2,8 @@
 """Estimated tokens per second by `--plan --auto` of a build with bf16, for models and numbers of GPUs. A projection
 from rates of single operations (model/step_time.cuh, docs/benchmarks.md), not measured.
 
-  dev/step_model.py [PROGRAM]          default build/cpu/train_gpt; prints the table of docs/benchmarks.md
+  dev/step_model.py [PROGRAM]            default build/cpu/train_gpt; prints the tables of docs/benchmarks.md
+  dev/step_model.py --kernels [PROGRAM]  only that of the kernels of one micro-step
 """
 import pathlib
 import re
@@ -14,6 +15,37 @@ CARDS, RANKS = ["H100", "H200", "B200"], [1, 8, 64]
 # Model, tokens per sequence, sequences per step, micro-batches to try. Storage is exact; llama3-8b on one GPU needs
 # moments in bf16.
 MODELS = [("gpt2", 1024, 512, (8, 64)), ("gpt2-xl", 1024, 1024, (8, 16, 32)), ("llama3-8b", 8192, 128, (1, 2))]
+
+# The second table: models as flags, GPUs, and which operations make a row.
+SETTINGS = {"gpt2, -b 32": "-m gpt2 -b 32 -t 1024", "gpt2-xl, -b 16 -z 1": "-m gpt2-xl -b 16 -t 1024 -z 1 --ranks 8",
+            "llama3-8b, -z 3": "-m llama3-8b -b 1 -t 8192 -z 3 --ranks 8"}
+KERNEL_CARDS = ["H100", "B200", "RTX 4090", "L4"]
+ROWS = {"GEMMs of the blocks": r"matmul_\w+ +(qkv|attproj|fc|fcproj) ",
+        "head, classifier": r"matmul_\w+ +head |classifier",
+        "attention forward": "attention_forward", "attention backward": "attention_backward",
+        "norms, activations, RoPE": r"(residual_)?(layer|rms)norm|swiglu|activation|rope",
+        "gradients cleared": "cudaMemset", "optimizer, the rest": ""}
+
+
+def kernels(program, flags, card):
+    """[ms of each of ROWS, of communication, of the step]."""
+    out = subprocess.check_output([program, "--plan", "-d", "none", "-p", "bf16", "-g", "1", "--gpu", card,
+                                   *flags.split()], text=True, cwd=ROOT)
+    ms = dict.fromkeys(ROWS, 0.0)
+    listed = re.findall(r"^  (?:forward|backward|recompute|optimizer) +(.*) calls .* (\S+) ms$", out, re.M)
+    for operation, value in listed:
+        ms[next(row for row, ops in ROWS.items() if re.match(ops, operation))] += float(value)
+    step_s, wait_s = re.search(r"estimated (\S+) s \(.* exposed communication ([\d.e-]+)\)", out).groups()
+    return [*ms.values(), 1e3 * float(wait_s), 1e3 * float(step_s)]
+
+
+def print_kernels(program):
+    print("| ms | " + " | ".join(f"{setting}: {', '.join(KERNEL_CARDS)}" for setting in SETTINGS) + " |")
+    print("|---|" + "---|" * len(SETTINGS))
+    columns = [[kernels(program, flags, card) for card in KERNEL_CARDS] for flags in SETTINGS.values()]
+    for i, row in enumerate([*ROWS, "communication", "**step**"]):
+        cells = [", ".join(f"{ms[i]:.3g}" if ms[i] < 1000 else f"{ms[i]:.0f}" for ms in column) for column in columns]
+        print(f"| {row} | " + " | ".join(cells) + " |")
 
 
 def plan(program, model, card, ranks, T, batch, micro_batches, storage):
@@ -36,7 +68,13 @@ def plan(program, model, card, ranks, T, batch, micro_batches, storage):
 
 
 def main():
-    program = str(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build/cpu/train_gpt")
+    only_kernels = "--kernels" in sys.argv
+    paths = [word for word in sys.argv[1:] if not word.startswith("--")]
+    program = str(paths[0] if paths else ROOT / "build/cpu/train_gpt")
+    print_kernels(program)
+    if only_kernels:
+        return
+    print()
     print("| model, T | GPUs | " + " | ".join(CARDS) + " |")
     print("|---|---|" + "---|" * len(CARDS))
     for model, T, batch, micro_batches in MODELS:

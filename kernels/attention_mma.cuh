@@ -14,10 +14,9 @@
 #pragma once
 #include "attention_dims.cuh"
 
-#if !defined(DEVICE_CPU) && !defined(PREC_FP32)
+/* ---- shapes, which estimates of the time read too (model/kernel_time.cuh) */
 
 static constexpr int MMA_BLOCK = 128;                // 4 warps
-static constexpr int STATS_ROWS = 128;               // rows of statistics are padded to whole blocks of queries
 
 /* What a warp and a block take of each side. The sizes keep a block within 99 KiB of shared memory, what the
  * smallest GPU has, and a thread within 255 registers. */
@@ -34,6 +33,19 @@ template <int HSP, bool DROPS = false> struct MmaShape {
     static constexpr size_t FORWARD_ELEMS = (size_t)(ROWS_FORWARD + 4 * TILE_FORWARD) * HSP;
     static constexpr size_t BACKWARD_ELEMS = (size_t)(2 * ROWS_BACKWARD + 4 * TILE_BACKWARD) * HSP;
 };
+
+/* How many of the left operands, q and dout, a warp of the kernel of dq keeps in registers rather than read them from
+ * shared memory for each slice, which bounds that kernel: as many as ptxas fits into 255 registers without a spill.
+ * arch is compute capability times 100, as __CUDA_ARCH__ has it; 0 is the emulator. */
+HOSTDEV constexpr int mma_num_held(int hsp, int arch)
+{
+    const bool one = hsp == 64 ? arch >= 1200 : arch >= 1000 && arch < 1200;
+    return hsp > 128 ? 0 : one ? 1 : 2;
+}
+
+#if !defined(DEVICE_CPU) && !defined(PREC_FP32)
+
+static constexpr int STATS_ROWS = 128;               // rows of statistics are padded to whole blocks of queries
 
 /* Statistics of the rows as the backward kernels read them: log2(e) * lse, then delta, (B,NH,rows) each. Rows past T
  * have lse = inf, which makes every p = exp(s - lse) of theirs 0. */
@@ -336,20 +348,12 @@ attention_stats_kernel(float* stats, const floatX* dout, const floatX* out, cons
     stats[stats_elems(a) + idx] = sum;
 }
 
-/* How many of the left operands, q and dout, a warp of the kernel of dq keeps in registers rather than read them from
- * shared memory for each slice, which bounds that kernel: as many as ptxas fits into 255 registers without a spill. */
-template <int HSP> DEV constexpr int mma_num_held()
-{
-#if __CUDA_ARCH__ >= 1200
-    constexpr int holds_one = 64;
-#elif __CUDA_ARCH__ >= 1000
-    constexpr int holds_one = 128;
-#else
-    constexpr int holds_one = 0;
-#endif
-    return HSP > 128 ? 0 : HSP == holds_one ? 1 : 2;
-}
 static constexpr int HELD_THAT_FIT = -1;             // mma_num_held; the bits are the same with any number
+#ifdef __CUDA_ARCH__
+static constexpr int MMA_ARCH = __CUDA_ARCH__;
+#else
+static constexpr int MMA_ARCH = 0;
+#endif
 
 /* grid (query blocks, NH, B), the longest first. Rows are queries, tiles keys. */
 template <int HSP, bool DROPS, int NUM_HELD> static __global__ void __launch_bounds__(MMA_BLOCK, 2)
@@ -367,7 +371,7 @@ attention_backward_q_mma_kernel(floatX* dqkv, const floatX* dout, const float* s
     const floatX *k = qkv + attention_k(a, b, kv_head), *v = qkv + attention_v(a, b, kv_head);
     floatX *own_q = queries + warp * 16 * M * HSP, *own_dout = douts + warp * 16 * M * HSP;
     float lse_log2[M][2], delta[M][2], factor[M][2], dq[M][S::CHUNKS][4] = {};
-    constexpr int HELD = NUM_HELD == HELD_THAT_FIT ? mma_num_held<HSP>() : NUM_HELD;
+    constexpr int HELD = NUM_HELD == HELD_THAT_FIT ? mma_num_held(HSP, MMA_ARCH) : NUM_HELD;
     uint32_t held_q[HSP / 16][M][4], held_dout[HSP / 16][M][4];
     mma_load<HSP, ROWS>(queries, qkv + attention_q(a, b, h), ld, first, a);
     mma_load<HSP, ROWS>(douts, dout + attention_o(a, b, h), attention_ld_out(a), first, a);

@@ -12,47 +12,46 @@
 #include <initializer_list>
 #include <strings.h>
 
-/* Compute capability (90 is 9.0); dense 16-bit tensor-core peak with fp32 accumulation (no sparsity), fp32 peak without
- * TF32, memory bandwidth; link, bus to the host's memory (if that is less, half of this memory's bandwidth) and network
- * adapter, in one direction; memory; what of the peak large matrix multiplications reach, and what attention by mma
- * does with long sequences and heads of 64. The last two are others' measurements where docs/benchmarks.md names them,
- * else those of the nearest relative scaled by the peak. A link is NVLink where it joins all GPUs of a host, else the
- * bus. */
+/* Compute capability (90 is 9.0), multiprocessors, clock; dense 16-bit tensor-core peak with fp32 accumulation
+ * (no sparsity), fp32 peak without TF32, memory bandwidth; link, bus to the host's memory (if that is less, half of
+ * this memory's bandwidth) and network adapter, in one direction; memory; what of the peak large matrix multiplications
+ * reach. The last is others' measurement where docs/benchmarks.md names it, else that of the nearest relative. A link
+ * is NVLink where it joins all GPUs of a host, else the bus. */
 typedef struct {
     const char* name;
-    int capability;
-    double tensor16_tflops, fp32_tflops, memory_gbps, link_gbps, host_gbps, network_gbps, memory_gb;
-    double product_share, attention_tflops;
+    int capability, num_sms;
+    double clock_ghz, tensor16_tflops, fp32_tflops, memory_gbps, link_gbps, host_gbps, network_gbps, memory_gb;
+    double product_share;
 } GpuRow;
 
 static const GpuRow gpu_rows[] = {
-    {"GB200", 100, 2500, 80, 8000, 900, 256, 50, 186, 0.72, 330},
-    {"B200", 100, 2250, 75, 8000, 900, 64, 50, 180, 0.72, 330},
-    {"GH200", 90, 989.4, 67, 4900, 450, 256, 50, 144, 0.75, 300},
-    {"GH200 480GB", 90, 989.4, 67, 4000, 450, 256, 50, 96, 0.75, 300},      // 480 GB are the host's
-    {"H200", 90, 989.4, 67, 4800, 450, 64, 50, 141, 0.72, 300},
-    {"H200 NVL", 90, 835.5, 60, 4800, 64, 64, 25, 141, 0.72, 250},
-    {"H100", 90, 989.4, 67, 3350, 450, 64, 50, 80, 0.72, 300},
-    {"H100 NVL", 90, 835.5, 60, 3900, 64, 64, 25, 94, 0.72, 250},
-    {"H100 PCIe", 90, 756, 51, 2000, 64, 64, 25, 80, 0.72, 230},
-    {"H20", 90, 148, 44, 4000, 450, 64, 50, 96, 0.72, 45},
-    {"A100-SXM", 80, 312, 19.5, 2039, 300, 32, 25, 80, 0.77, 180},
-    {"A100-SXM 40GB", 80, 312, 19.5, 1555, 300, 32, 25, 40, 0.77, 180},
-    {"A100", 80, 312, 19.5, 1935, 32, 32, 25, 80, 0.74, 170},
-    {"A100 40GB", 80, 312, 19.5, 1555, 32, 32, 25, 40, 0.74, 170},
-    {"A40", 86, 149.7, 37.4, 696, 32, 32, 12.5, 48, 0.8, 80},
-    {"A10", 86, 125, 31.2, 600, 32, 32, 12.5, 24, 0.7, 65},
-    {"A10G", 86, 70, 31.5, 600, 32, 32, 12.5, 24, 0.8, 38},
-    {"L40S", 89, 362, 91.6, 864, 32, 32, 12.5, 48, 0.7, 190},
-    {"L40", 89, 181, 90.5, 864, 32, 32, 12.5, 48, 0.8, 95},
-    {"L4", 89, 121, 30.3, 300, 32, 32, 12.5, 24, 0.6, 60},
-    {"RTX A6000", 86, 154.8, 38.7, 768, 32, 32, 1.25, 48, 0.8, 82},
-    {"RTX 6000 Ada", 89, 364.2, 91.1, 960, 32, 32, 1.25, 48, 0.7, 190},
-    {"RTX 3090", 86, 71, 35.6, 936, 32, 32, 1.25, 24, 0.9, 38},
-    {"RTX 3090 Ti", 86, 80, 40, 1008, 32, 32, 1.25, 24, 0.9, 43},
-    {"RTX 4080", 89, 97.5, 48.7, 717, 32, 32, 1.25, 16, 0.9, 53},
-    {"RTX 4090", 89, 165.2, 82.6, 1008, 32, 32, 1.25, 24, 0.9, 90},
-    {"RTX 5090", 120, 209.5, 104.8, 1792, 64, 64, 1.25, 32, 0.9, 115},
+    {"GB200", 100, 148, 2.062, 2500, 80, 8000, 900, 256, 50, 186, 0.72},
+    {"B200", 100, 148, 1.856, 2250, 75, 8000, 900, 64, 50, 180, 0.72},
+    {"GH200", 90, 132, 1.83, 989.4, 67, 4900, 450, 256, 50, 144, 0.75},
+    {"GH200 480GB", 90, 132, 1.83, 989.4, 67, 4000, 450, 256, 50, 96, 0.75},    // 480 GB are the host's
+    {"H200", 90, 132, 1.83, 989.4, 67, 4800, 450, 64, 50, 141, 0.72},
+    {"H200 NVL", 90, 132, 1.545, 835.5, 60, 4800, 64, 64, 25, 141, 0.72},
+    {"H100", 90, 132, 1.83, 989.4, 67, 3350, 450, 64, 50, 80, 0.72},
+    {"H100 NVL", 90, 132, 1.545, 835.5, 60, 3900, 64, 64, 25, 94, 0.72},
+    {"H100 PCIe", 90, 114, 1.62, 756, 51, 2000, 64, 64, 25, 80, 0.72},
+    {"H20", 90, 78, 1.83, 148, 44, 4000, 450, 64, 50, 96, 0.72},
+    {"A100-SXM", 80, 108, 1.41, 312, 19.5, 2039, 300, 32, 25, 80, 0.77},
+    {"A100-SXM 40GB", 80, 108, 1.41, 312, 19.5, 1555, 300, 32, 25, 40, 0.77},
+    {"A100", 80, 108, 1.41, 312, 19.5, 1935, 32, 32, 25, 80, 0.74},
+    {"A100 40GB", 80, 108, 1.41, 312, 19.5, 1555, 32, 32, 25, 40, 0.74},
+    {"A40", 86, 84, 1.74, 149.7, 37.4, 696, 32, 32, 12.5, 48, 0.8},
+    {"A10", 86, 72, 1.695, 125, 31.2, 600, 32, 32, 12.5, 24, 0.7},
+    {"A10G", 86, 80, 1.71, 70, 31.5, 600, 32, 32, 12.5, 24, 0.8},
+    {"L40S", 89, 142, 2.49, 362, 91.6, 864, 32, 32, 12.5, 48, 0.7},
+    {"L40", 89, 142, 2.49, 181, 90.5, 864, 32, 32, 12.5, 48, 0.8},
+    {"L4", 89, 58, 2.04, 121, 30.3, 300, 32, 32, 12.5, 24, 0.6},
+    {"RTX A6000", 86, 84, 1.8, 154.8, 38.7, 768, 32, 32, 1.25, 48, 0.8},
+    {"RTX 6000 Ada", 89, 142, 2.505, 364.2, 91.1, 960, 32, 32, 1.25, 48, 0.7},
+    {"RTX 3090", 86, 82, 1.695, 71, 35.6, 936, 32, 32, 1.25, 24, 0.9},
+    {"RTX 3090 Ti", 86, 84, 1.86, 80, 40, 1008, 32, 32, 1.25, 24, 0.9},
+    {"RTX 4080", 89, 76, 2.505, 97.5, 48.7, 717, 32, 32, 1.25, 16, 0.9},
+    {"RTX 4090", 89, 128, 2.52, 165.2, 82.6, 1008, 32, 32, 1.25, 24, 0.9},
+    {"RTX 5090", 120, 170, 2.407, 209.5, 104.8, 1792, 64, 64, 1.25, 32, 0.9},
 };
 
 /* The next word of a name at *at, which moves behind it: letters and digits; empty at the end. SXM4 is SXM. */
@@ -115,29 +114,37 @@ static const GpuRow* gpu_find(const char* name)
 }
 
 /* Of a generation: floating-point operations in a clock and multiprocessor, 16-bit by tensor cores (GeForce accumulates
- * in fp32 at half that rate below 9.0 and from 12.0 on) and fp32, from NVIDIA's white papers; what attention reaches of
- * the 16-bit peak, as in the table above; the bus, in one direction. */
-static const struct {
-    int major, minor, tensor16, fp32;
-    double attention_share, host_gbps;
-} gpu_generations[] = {
-    {8, 0, 2048, 128, 0.55, 32}, {8, 6, 1024, 256, 0.53, 32}, {8, 9, 1024, 256, 0.52, 32},
-    {9, 0, 4096, 256, 0.30, 64}, {10, 0, 8192, 256, 0.15, 64}, {12, 0, 1024, 256, 0.53, 64},
+ * in fp32 at half that rate below 9.0 and from 12.0 on) and fp32, and shared memory of a multiprocessor in KiB, from
+ * NVIDIA's white papers and programming guide; the bus, in one direction. */
+typedef struct {
+    int capability, tensor16, fp32, shared_kib;
+    double host_gbps;
+} GpuGeneration;
+
+static const GpuGeneration gpu_generations[] = {
+    {80, 2048, 128, 164, 32}, {86, 1024, 256, 100, 32}, {89, 1024, 256, 100, 32},
+    {90, 4096, 256, 228, 64}, {100, 8192, 256, 228, 64}, {120, 1024, 256, 100, 64},
 };
+
+/* Between and beyond them the one before. */
+static const GpuGeneration* gpu_generation(int capability)
+{
+    const GpuGeneration* found = &gpu_generations[0];
+    for (const GpuGeneration& g : gpu_generations)
+        if (g.capability <= capability) found = &g;
+    return found;
+}
 
 /* clock_ghz and memory_gbps are 0 where the runtime does not say: what they give is 0 then, not known. */
 static GpuRow gpu_generic(const char* name, int major, int minor, int num_sms, double clock_ghz, double memory_gbps,
                           double memory_gb)
 {
-    auto g = &gpu_generations[0];
-    for (const auto& later : gpu_generations)
-        if (later.major < major || (later.major == major && later.minor <= minor)) g = &later;
-    bool half = gpu_has_word(name, "GeForce") && g->tensor16 == 1024;
-    double clocks = 1e-3 * num_sms * clock_ghz;             // 10^12 in a second
-    GpuRow row = {name, 10 * major + minor, clocks * g->tensor16 / (half ? 2 : 1), clocks * g->fp32, memory_gbps,
-                  g->host_gbps, g->host_gbps, 12.5, memory_gb, 0.72, 0};
-    row.attention_tflops = g->attention_share * row.tensor16_tflops;
-    return row;
+    const int capability = 10 * major + minor;
+    const GpuGeneration* g = gpu_generation(capability);
+    const bool half = gpu_has_word(name, "GeForce") && g->tensor16 == 1024;
+    const double clocks = 1e-3 * num_sms * clock_ghz;       // 10^12 in a second
+    return {name, capability, num_sms, clock_ghz, clocks * g->tensor16 / (half ? 2 : 1), clocks * g->fp32, memory_gbps,
+            g->host_gbps, g->host_gbps, 12.5, memory_gb, 0.72};
 }
 
 /* Of `count` GPUs that the rank sees: that of its place on the host, or the only one, where a launcher shows each rank

@@ -1,23 +1,19 @@
-/* step_time.cuh: estimated time of a step: the costs of its operations (cost.cuh) at the rates that such operations
- * reach by themselves.
+/* step_time.cuh: estimated time of a step: the costs of its operations (cost.cuh), each by itself.
  *   step_time    seconds of a step of a planned run      costs_print   the same by operation
  *
- * GPU   GEMM        flops / (product_share * peak) or its bytes, whichever is longer, + 8 us
- *       attention   flops / (attention_tflops * T / (T + T0)), T0 300 forward and 600 backward; heads of 128 are faster
- *       others      bytes / (0.87 * bandwidth) + 3 us
+ * GPU   kernel_time.cuh
  * CPU   flops at a share of the peak, bytes at a share of the triad bandwidth, both measured at the start: cpu_rates
  * network  bytes / link + 50 us per collective. Among more than 8 ranks the link is that of a host's 8 adapters. With
- *       overlap, communication hidden behind the backward (gradients) and the forward (parameters) costs nothing; the
- *       embeddings' gradient comes last and is exposed.
+ *       overlap, communication hidden behind the backward (gradients) and the forward (parameters) costs them only the
+ *       multiprocessors that it takes; the embeddings' gradient comes last and is exposed.
  * host  with --offload: bytes of the update in host memory / PCIe bandwidth, if that is longer than the update. Copies
  *       of parameter slices before a gather, and of reduced gradients, count as communication. In the CPU build host
  *       memory is the device's
  * What the rates are taken from is in docs/benchmarks.md. */
 #pragma once
-#include "cost.cuh"
-#include "kernels/device.cuh"
+#include "kernel_time.cuh"
 
-static const double MEMORY_SHARE = 0.87, PRODUCT_S = 8e-6, KERNEL_S = 3e-6, COLLECTIVE_S = 50e-6;
+static const double COLLECTIVE_S = 50e-6, CTA_RATE = 23e9;
 static const double LINK_SHARE = 0.81, NETWORK_SHARE = 0.75, HOST_SHARE = 0.78;
 enum { HOST_GPUS = 8 };
 
@@ -45,28 +41,17 @@ static double cpu_seconds(const Device* d, const Cost* c, double T)
     return c->flops > 0 ? c->flops / (share * d->peak_flops) : c->bytes / (share * d->memory_gbps * 1e9);
 }
 
-/* In 32 bits attention does not run on tensor cores. */
-static double gpu_attention_flops(const GpuRow* row, double T, int HS, bool backward)
+static double gpu_seconds(const Device* d, const Model* m, const Cost* c)
 {
-    if (sizeof(floatX) == 4) return 0.4 * row->fp32_tflops * 1e12;
-    double rate = row->attention_tflops * (HS > 64 ? 1.13 : 1);
-    return 1e12 * (backward ? 0.68 * rate * T / (T + 600) : rate * T / (T + 300));
-}
-
-static double gpu_seconds(const Device* d, const Cost* c, double T, int HS)
-{
-    double memory_s = c->bytes / (MEMORY_SHARE * d->memory_gbps * 1e9);
-    if (c->product[0])
-        return fmax(c->flops / (d->row->product_share * d->peak_flops), memory_s) + c->calls * PRODUCT_S;
-    if (c->flops > 0) memory_s = c->flops / gpu_attention_flops(d->row, T, HS, strstr(c->op, "backward") != nullptr);
-    return memory_s + c->calls * KERNEL_S;
+    if (c->product[0]) return gemm_seconds(d, c);
+    return c->flops > 0 ? attention_seconds(d, m, c) : memory_seconds(d, c->bytes) + c->calls * KERNEL_S;
 }
 
 /* 0 where the device's rates are not known. */
 static double cost_seconds(const Device* d, const Model* m, const Cost* c)
 {
     if (d->peak_flops <= 0 || d->memory_gbps <= 0) return 0;
-    if (d->row != nullptr) return gpu_seconds(d, c, m->T, m->config.HS);
+    if (d->row != nullptr) return gpu_seconds(d, m, c);
     return cpu_seconds(d, c, m->T);
 }
 
@@ -97,6 +82,13 @@ static double update_host_bytes(const Zero* z)
     return states + fmax(2 * host.gradients, host.parameters);
 }
 
+/* Of the time of collectives that other work hides, the share that it loses to them: NCCL's blocks take
+ * multiprocessors, one for each CTA_RATE. */
+static double taken_share(const Device* d, double rate)
+{
+    return d->row != nullptr ? fmin(1, rate / CTA_RATE / d->row->num_sms) : 0;
+}
+
 /* What of the collectives, and of what goes to host memory and comes from there beside them, the step waits for. */
 static void wire_time(StepTime* t, const Device* d, const Model* m, double rate)
 {
@@ -124,6 +116,7 @@ static void wire_time(StepTime* t, const Device* d, const Model* m, double rate)
     else
         t->exposed_s = fmax(last_s, gradients_s - under_backward) + fmax(0, parameters_s - t->forward_s / G);
     t->exposed_s += others_s;
+    t->exposed_s += taken_share(d, rate) * fmax(0, t->wire_s - t->exposed_s);
 }
 
 static StepTime step_time(const Device* d, const Model* m, const Costs* costs)

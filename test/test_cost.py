@@ -293,3 +293,62 @@ def test_many_rows_and_steps(tmp_path):
     run = train_gpt("--plan", "-m", folder, "-d", folder / "data", "-b", 1, "-g", 4, "-n", "9223372036854775807",
                     "--batch-ramp", f"1:{1 << 40}", timeout=20)
     assert re.search(r"steps   9223372036854775807 = 6\.56e\+16 epochs|= 6\d{16}\.\d\d epochs", run.out), run.out
+
+
+# ---- estimated times of kernels on a GPU ---------------------------------------------------------------------------
+TIMED = re.compile(r"^  \w+ +(\w+) +(\w*) +(\d+) calls +(\S+) Gflop +\S+ MB +(\S+) ms", re.M)
+
+
+def tflops(folder, config, B, T, gpu, *flags):
+    """{(operation, product): TFLOP/s} of an estimate in bf16, attention's as its two and five GEMMs."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    run = train_gpt("--plan", "-m", folder, "-d", "none", "-b", B, "-g", 1, "-t", T, "-p", "bf16", "--gpu", gpu, *flags)
+    return {(op, product): float(gflop) / float(ms) for op, product, _, gflop, ms in TIMED.findall(run.out)}
+
+
+@pytest.mark.parametrize("side, measured", [(1024, 178), (2048, 555), (4096, 733), (8192, 762)])
+def test_gemm_of_a_cube(tmp_path, side, measured):
+    """cuBLAS on an H100 (docs/benchmarks.md), in a short run: estimates are below it by what clocks fall under load."""
+    rates = tflops(tmp_path / "m", gpt2_config(97, side, 1024, L=1, NH=16), side // 1024, 1024, "h100")
+    assert 0.8 < rates["matmul_forward", "attproj"] / measured < 1.05
+
+
+def attention_tflops(T, HS, sms, ghz, mma_flops, blocks, kernels):
+    """Formula of docs/benchmarks.md. kernels: rows of a warp, rows of a slice, HMMA, accesses of shared memory and
+    instructions of a slice."""
+    seconds = 0
+    for rows, slice_rows, mma, accesses, instructions in kernels:
+        parts = sorted([mma * 4096 / mma_flops, accesses * 4, instructions / 4])
+        cycles = parts[2] + (parts[0] + parts[1]) / blocks
+        ends = [min(end, T) for end in range(4 * rows, T + 4 * rows, 4 * rows)]
+        slices = 4 * sum(-(-end // slice_rows) for end in ends)
+        seconds += (slices * cycles + len(ends) * 4000 / blocks) / (sms * ghz * 1e9)
+    flops = (2 if len(kernels) == 1 else 5) * HS * T * (T + 1)
+    return flops / seconds / 1e12
+
+
+# Counted in the machine code for sm_90: HMMA, ldmatrix and cp.async, instructions of a slice.
+FORWARD = {64: [(32, 64, 128, 48, 700)], 128: [(32, 32, 128, 56, 725)]}
+BACKWARD = {64: [(32, 32, 96, 28, 450), (32, 16, 64, 34, 330)], 128: [(16, 32, 96, 56, 440), (16, 32, 128, 88, 712)]}
+
+
+@pytest.mark.parametrize("gpu, HS, sms, ghz, mma_flops, blocks", [
+    ("h100", 64, 132, 1.83, 0.63 * 4096, (2, 2)), ("h100", 128, 132, 1.83, 0.63 * 4096, (2, 2)),
+    ("a100-sxm", 64, 108, 1.41, 2048, (2, 2)), ("rtx 4090", 64, 128, 2.52, 512, (2, 1)),
+    ("l4", 128, 58, 2.04, 1024, (1, 1))])
+def test_attention_rates(tmp_path, gpu, HS, sms, ghz, mma_flops, blocks, T=4096):
+    rates = tflops(tmp_path / "m", gpt2_config(97, 16 * HS, T, L=1, NH=16), 8, T, gpu)
+    forward = attention_tflops(T, HS, sms, ghz, mma_flops, blocks[0], FORWARD[HS])
+    backward = attention_tflops(T, HS, sms, ghz, mma_flops, blocks[1], BACKWARD[HS])
+    assert rates["attention_forward", ""] == pytest.approx(forward, rel=0.02)
+    assert 0.94 * backward < rates["attention_backward", ""] <= backward           # the pass of the statistics
+    if gpu == "h100":        # FlashAttention 2's kernels, built alike, reach 299 and 333
+        assert rates["attention_forward", ""] == pytest.approx({64: 299, 128: 333}[HS], rel=0.15)
+
+
+def test_small_chunks_of_the_head_are_slower(tmp_path):
+    config = gpt2_config(50257, 768, 1024, L=1, NH=12)
+    few, many = (tflops(tmp_path / str(rows), config, 32, 1024, "h100", "--head-rows", rows) for rows in (656, 8192))
+    assert few["matmul_backward_input", "head"] < 0.8 * many["matmul_backward_input", "head"]
+    assert few["matmul_backward_weight", "head"] < 0.8 * many["matmul_backward_weight", "head"]
