@@ -179,7 +179,7 @@ test:
 $(BUILD)/bench_%: dev/bench_%.cpp $(BUILD)/flags
 	$(COMPILE) $(MMD) $< -o $@ $(LIBS)
 
-# Fails if a kernel spills registers or has a stack frame. Compiles for GPUs, runs without one.
+# Fails if a kernel spills registers to memory. Compiles for GPUs, runs without one.
 spills:
 	@rm -rf build/spills
 	$(MAKE) -Otarget DEVICE=cuda SPILLS=1 BUILD=build/spills build/spills/train_gpt 2>&1 | dev/spills.py $(SPILLS_TABLE)
