@@ -23,7 +23,7 @@ KERNEL_CARDS = ["H100", "B200", "RTX 4090", "L4"]
 ROWS = {"GEMMs of the blocks": r"matmul_\w+ +(qkv|attproj|fc|fcproj) ",
         "head, classifier": r"matmul_\w+ +head |classifier",
         "attention forward": "attention_forward", "attention backward": "attention_backward",
-        "norms, activations, RoPE": r"(residual_)?(layer|rms)norm|swiglu|activation|rope",
+        "norms, activations, biases, RoPE": r"(residual_)?(layer|rms)norm|swiglu|activation|rope|.*bias",
         "gradients cleared": "cudaMemset", "optimizer, the rest": ""}
 
 
