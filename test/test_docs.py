@@ -193,6 +193,16 @@ def test_index():
             assert page.name == "README.md" or prefix + page.name in linked, f"{index} has no link to {page.name}"
 
 
+@pytest.mark.quick
+def test_models_are_listed():
+    """The two tables of docs/models.md have the presets and the families of model/shapes.cuh, and no others."""
+    source, page = (ROOT / "model" / "shapes.cuh").read_text(), (ROOT / "docs" / "models.md").read_text()
+    for table, text, more in zip(("presets", "families"), page.split("| `model_type` |"), ({"d2", "d48"}, set())):
+        rows = source.split(f" {table}[] = {{")[1].split("};")[0]
+        first_cells = "".join(re.findall(r"^\| (`.*?`) \|", text, re.M))
+        assert set(re.findall(r"`([^`]+)`", first_cells)) == set(re.findall(r'^    \{"([^"]+)"', rows, re.M)) | more
+
+
 FOLDERS = ("data", "dev", "kernels", "model", "run", "scripts", "test", "zero")
 SOURCES = {path: path.read_text(errors="replace") for folder in FOLDERS for path in (ROOT / folder).rglob("*")
            if path.suffix in (".h", ".cuh", ".cu", ".cpp", ".py", ".sh")}
