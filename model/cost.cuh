@@ -178,7 +178,7 @@ static void cost_mlp_part(CostWalk* w)
     const Config* c = &w->m->config;
     double N = (double)w->N, C = c->C, F = c->F, fused = cost_fused_elems(w);
     if (is_gated(c)) {
-        cost_linear_forward(w, "fc", N, C, 2 * F);
+        cost_linear_forward(w, "fc", N, C, fc_width(c));
         cost_swiglu_forward(w);
         return;
     }

@@ -1,13 +1,5 @@
-/* model.cuh: the model, one block of pre-norm attention and MLP whose axes Config has. The families (shapes.cuh), as
- * Hugging Face's files have them:
- *              norm       positions   MLP             biases            weights are   head
- *   GPT-2      LayerNorm  learned     GELU            everywhere        (in, out)     tied
- *   LLaMA      RMSNorm    rotary      gated by SiLU   as config says    (out, in)     as config says
- *   Mistral    as LLaMA                               none
- *   Qwen2      as LLaMA                               of q, k and v
- *   Qwen3      as LLaMA, with the norm of query and key heads before their rotation
- *   Arcee      RMSNorm    rotary      squared ReLU    as config says    (out, in)     as config says
- * GPT-2: Radford et al. 2019; LLaMA: Touvron et al. 2023.
+/* model.cuh: the model, one block of pre-norm attention and MLP by the axes of Config. Each family sets them in
+ * shapes.cuh; docs/models.md has a table. GPT-2: Radford et al. 2019; LLaMA: Touvron et al. 2023.
  *
  * Legend, used with these meanings everywhere and no others:
  *   B  sequences per rank and micro-step     T   tokens per sequence        N   rows, B*T
@@ -576,6 +568,8 @@ typedef struct Attend {
     const int *slots, *positions;    // (N) of each row; null: row n is at position n % T
 } Attend;
 
+static Attend attend_sequences(int B, int T) { return Attend{B, T, nullptr, nullptr, nullptr, nullptr}; }
+
 /* GEMMs take padded rows: each number of rows is a plan of cuBLASLt's. Rows from N on are idle. */
 typedef struct Rows { int N, padded; } Rows;
 
@@ -655,7 +649,7 @@ static void block_restore(Model* m, int layer, int B, int T)
 {
     const Config* c = &m->config;
     const int N = B * T, unit = unit_block(c, layer);
-    const Attend at = {B, T, nullptr, nullptr, nullptr, nullptr};
+    const Attend at = attend_sequences(B, T);
     if (m->recompute == Recompute::NONE || m->recompute == Recompute::BLOCKS || layer == c->L - 1) return;
     Block a = model_block(m, layer);
     Phase before = phase_begin(Phase::RECOMPUTE);

@@ -54,7 +54,7 @@ static void model_persistent(const Model* m, bool* persistent)
 static void segment_forward(Model* m, int layer, int B, int T)
 {
     const int first = layer + 1 - m->segment_layers;
-    const Attend at = {B, T, nullptr, nullptr, nullptr, nullptr};
+    const Attend at = attend_sequences(B, T);
     Phase before = phase_begin(Phase::RECOMPUTE);
     for (int i = first; i <= layer; i++) {
         zero_params_begin(m->zero, unit_block(&m->config, i));
@@ -120,7 +120,7 @@ static void final_norm(Model* m, const floatX* below, int N)
 static void model_forward(Model* m, int B, int T)
 {
     const Config* c = &m->config;
-    const Attend at = {B, T, nullptr, nullptr, nullptr, nullptr};
+    const Attend at = attend_sequences(B, T);
     for (int layer = 0; layer < c->L; layer++) {
         bool offloads = m->offloads && starts_segment(m, layer);
         if (offloads) offload_write_begin(&m->inputs, layer / m->segment_layers);

@@ -180,7 +180,7 @@ static void refuse_layer_types(const cJSON* j, const char* path)
                cJSON_IsString(type) ? type->valuestring : "?");
 }
 
-/* What all with LLaMA's keys have. */
+/* The keys of all families but GPT-2. */
 static void read_llama_keys(Config* c, const cJSON* j, const char* path)
 {
     c->C = (int)json_int(j, "hidden_size", 1, 1 << 20, path);
