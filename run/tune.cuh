@@ -27,8 +27,8 @@ typedef struct Tuner {
     int num_measured, num_cached, num_recorded, num_others;  // GEMMs; num_others: not cuBLASLt's first choice
     int num_missing;                                         // not as in the record
     double first_us, us;                                     // of all GEMMs, once each
-    int num_fused, num_unfused, num_other_ways;              // optional epilogues; not by the rule
-    double rule_us, way_us;                                  // of the GEMMs with them, by the rule and as chosen
+    int num_fused, num_unfused, num_against_rule;            // optional epilogues; otherwise than by the rule
+    double rule_us, chosen_us;                               // of the GEMMs with them, by the rule and as chosen
 } Tuner;
 
 /* What is chosen for a GEMM, with the times that it was chosen by. */
@@ -44,11 +44,11 @@ static void tune_key(const Run* run, const MatmulPlan* plan, char (&key)[512])
 {
     const MatmulShape* s = &plan->shape;
     int driver;
-    char card[256];
+    char gpu[256];
     CUDA_CHECK(cudaDriverGetVersion(&driver));
-    snprintf(card, sizeof card, "%s", run->device.name);
-    for (char* c = card; *c != 0; c++) if (*c == ' ') *c = '_';
-    snprintf(key, sizeof key, "%s %d %zu %s %d %d %d %d %d %d %d %d ", card, driver, cublasLtGetVersion(), FLOATX_NAME,
+    snprintf(gpu, sizeof gpu, "%s", run->device.name);
+    for (char* c = gpu; *c != 0; c++) if (*c == ' ') *c = '_';
+    snprintf(key, sizeof key, "%s %d %zu %s %d %d %d %d %d %d %d %d ", gpu, driver, cublasLtGetVersion(), FLOATX_NAME,
              s->m, s->n, s->k, s->transpose_a, s->transpose_b, s->d_is_float, s->epilogue, s->alignment_bytes);
 }
 
@@ -98,9 +98,9 @@ static void tune_use(Tuner* t, MatmulPlan* plan, const TuneChoice* choice)
     const bool by_rule = plan->fuses;
     plan->fuses = strcmp(choice->epilogue, "fused") == 0;
     (plan->fuses ? t->num_fused : t->num_unfused)++;
-    t->num_other_ways += plan->fuses != by_rule;
+    t->num_against_rule += plan->fuses != by_rule;
     t->rule_us += by_rule ? choice->fused_us : choice->unfused_us;
-    t->way_us += plan->fuses ? choice->fused_us : choice->unfused_us;
+    t->chosen_us += plan->fuses ? choice->fused_us : choice->unfused_us;
 }
 
 /* Uses a line, if this program can: cuBLASLt still takes the algorithm, and the epilogue is as optional as it was. */
@@ -219,7 +219,7 @@ template <class F> static double tune_time(cudaStream_t stream, F call)
 }
 
 /* The newest call of a plan, with its epilogue or without; the algorithms are those of the plans. */
-static double tune_time_way(MatmulPlan* plan, bool fuses, cudaStream_t stream)
+static double tune_time_epilogue(MatmulPlan* plan, bool fuses, cudaStream_t stream)
 {
     const bool before = plan->fuses;
     const MatmulCall call = plan->call;
@@ -246,8 +246,8 @@ static TuneChoice tune_measure(Tuner* t, MatmulPlan* plan)
     if (!matmul_is_optional(plan->shape.epilogue)) return best;
     const cublasLtMatmulAlgo_t before = plan->algo;
     plan->algo = best.algo;
-    best.fused_us = tune_time_way(plan, true, stream);
-    best.unfused_us = tune_time_way(plan, false, stream);
+    best.fused_us = tune_time_epilogue(plan, true, stream);
+    best.unfused_us = tune_time_epilogue(plan, false, stream);
     plan->algo = before;
     snprintf(best.epilogue, sizeof best.epilogue, best.fused_us <= best.unfused_us ? "fused" : "unfused");
     return best;
@@ -318,8 +318,8 @@ static void tune_rank_0(Tuner* t, const char* resume_path)
     SAY(" | for %d another algorithm than cuBLASLt's first, which gives other bits | %.0f us instead of %.0f in all\n",
         t->num_others, t->us, t->first_us);
     SAY("        optional epilogues: %d fused, %d unfused | for %d not as without --tune, which gives other bits | ",
-        t->num_fused, t->num_unfused, t->num_other_ways);
-    SAY("%.0f us instead of %.0f\n", t->way_us, t->rule_us);
+        t->num_fused, t->num_unfused, t->num_against_rule);
+    SAY("%.0f us instead of %.0f\n", t->chosen_us, t->rule_us);
     if (t->record != nullptr && t->num_missing > 0)
         SAY("        %d GEMMs are not as in %s, which is of another GPU, driver, library or shape: other bits than %s "
             "had\n", t->num_missing, t->record_path, resume_path[0] ? "before" : "the run");

@@ -87,7 +87,7 @@ def test_damaged_cache_is_named_and_not_used(folder, damage, says):
     assert len(lines_of(path)) == num
 
 
-def test_what_another_card_chose_is_not_used(folder):
+def test_what_another_gpu_chose_is_not_used(folder):
     path = folder / "cache/train_gpt/products.json"
     num = counts(run(folder, "--tune", fast=1))[0]
     lines = [line.split(" ", 1)[1].replace("emulated_GPU", "NVIDIA_H200") for line in lines_of(path)]
