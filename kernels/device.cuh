@@ -159,8 +159,8 @@ static void device_prefer_numa_node(int device)
 }
 #endif
 
-/* Takes the device of this host rank; refuses more ranks than GPUs and GPUs older than sm_80. budget_mb (0: none)
- * limits what a device that is not a GPU gives. */
+/* Takes the device of this host rank; refuses more ranks than GPUs, unless they may share one (share_gpu.h), and GPUs
+ * older than sm_80. budget_mb (0: none) limits what a device that is not a GPU gives. */
 static void device_init(Device* d, int host_rank, int host_num_ranks, size_t budget_mb)
 {
     *d = Device{};

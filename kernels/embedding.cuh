@@ -279,7 +279,7 @@ template <class E, class P> static void embedding_at_test(OpRun* run)
     op_check_exact(run, out);
 }
 
-/* LLaMA's: no positions, and wte in two pieces. */
+/* Without positions, as rotary models have it, and with wte in two pieces. */
 template <class E> static void embedding_rows_test(OpRun* run)
 {
     const int B = run->dims[0], T = run->dims[1], C = run->dims[2], V = run->dims[3];

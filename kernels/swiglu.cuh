@@ -1,4 +1,4 @@
-/* swiglu.cuh: the gated activation of LLaMA's MLP, on gate and up projections that come out of one GEMM.
+/* swiglu.cuh: the activation of a gated MLP, on gate and up projections that come out of one GEMM.
  *   out = silu(gate) * up          silu(x) = x * s, s = 1/(1 + exp(-x))
  *   dgate = dout * up * (s + x * s * (1 - s))     dup = dout * silu(gate)
  * shapes  inp dinp (N,2F) floatX, a row holding gate | up; out dout (N,F) floatX

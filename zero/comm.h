@@ -566,7 +566,7 @@ static void comm_enqueue_begin(Group* g, const char* name, size_t n, size_t sent
     watch_enqueued(c->watch, name, n, idx, g->words);
 }
 
-/* After it; collectives of a group count as enqueued when the group ends. */
+/* After it; those between comm_group_begin and _end count as enqueued at the end. */
 static void comm_enqueue_end(const Comm* c, const char* activity, size_t n)
 {
     if (c->in_group || c->watch == nullptr) return;

@@ -25,7 +25,7 @@
  * Streams: compute runs forward, backward and the optimizer; reduce sends gradients; gather sends parameters; d2h
  * copies states to be saved. stream_wait orders them. Without overlap all are one stream. Units are sent in buckets
  * (buckets.h). Nothing here knows a transformer: the model calls zero_params_begin(u) before it uses unit u's
- * parameters, and zero_gradient_begin(u) and zero_gradient_end(u) around the kernels that add unit u's gradients. */
+ * parameters, and zero_gradient_begin(u) and zero_gradient_end(u) around the kernels that compute unit u's gradient. */
 #pragma once
 #include "kernels/accumulate.cuh"
 #include "kernels/clear.cuh"
@@ -403,7 +403,7 @@ static void zero_params_settle(Zero* z)
 
 // ------------------------------------------------------------------------------------------------------- gradients
 /* What of unit u's gradient is zeroed before kernels add to it, as elements of the unit: all, except for tensors that a
- * GEMM overwrites. The unit stored in fp32 is zeroed whole: it is small, and in many parts. */
+ * GEMM overwrites. A unit stored in fp32 is zeroed whole: it is small, and in many parts. */
 static ClearRanges gradient_cleared(const Shard* s, int u)
 {
     const Unit* unit = &s->units[u];
