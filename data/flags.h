@@ -623,7 +623,7 @@ static void flags_help(const Flags* flags, FILE* f)
 {
     const Flags defaults = flags_default(flags->words);
     char buf[64], left[80];
-    fprintf(f, "train_gpt trains GPT-2 and LLaMA models: mpirun -np 8 ./train_gpt -z 2 -b 4 -g 16\n");
+    fprintf(f, "train_gpt trains GPT-2, LLaMA and Qwen models: mpirun -np 8 ./train_gpt -z 2 -b 4 -g 16\n");
     for (const FlagRow& row : flag_rows) {
         for (const auto& heading : flag_headings)
             if (heading.idx == (int)(&row - flag_rows)) fprintf(f, "\n%s\n", heading.title);
