@@ -253,7 +253,7 @@ static const Target targets[] = {
 enum { MAX_BLOCKS = 1 << 16 };
 static const volatile void* blocks[MAX_BLOCKS];    // of the parser under way; null: free again
 static int num_blocks, first_fd;
-static bool counts;
+static thread_local bool counts;                   // libFuzzer has a thread of its own, which allocates, too
 static jmp_buf refused;
 
 static void on_malloc(const volatile void* p, size_t)
@@ -301,7 +301,7 @@ static void tiny_make()
     static Config config;
     static Shard shard;
     static Comm comm;
-    config_preset(&config, "d1", 256, 8);
+    if (!config_preset(&config, "d2", 256, 8)) abort();
     model_tensors(&shard, &config, 1, "");
     comm.num_ranks = 1;
     tiny.shard = &shard;
