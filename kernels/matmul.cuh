@@ -13,7 +13,7 @@
  *         the CPU for any number of threads; on a GPU, the same bits for the same shapes and GPU.
  * cost    2*N*IC*OC flops each, judged against the FMA (CPU) or tensor core (GPU) peak
  * fused   GPU: bias, tanh GELU and its derivative, and the column sums of dbias can be epilogues of cuBLASLt. The bias
- *         is one; GELU by matmul_fuses_gelu; dbias is not. Of the last two --tune measures for each shape whether they
+ *         is one; GELU by matmul_fuses_act; dbias is not. Of the last two --tune measures for each shape whether they
  *         are (run/tune.cuh). What cuBLASLt does not have, which is reported once for each kind, is a pass of its own.
  *         With TRAIN_GPT_EPILOGUES=none all are
  * source  CPU: cpu/gemm.h, for a few rows cpu/gemv.h. GPU: cuBLASLt. It is column-major: it sees each of our row-major
@@ -29,10 +29,13 @@
 
 enum class Layout { OUT_IN, IN_OUT };
 
-/* Without --tune, is tanh GELU, or its derivative, an epilogue of the GEMM on a GPU of this compute capability (90 is
- * 9.0; 0: no GPU)? Below 9.0 such kernels are slower than the two that they replace (llm.c leaves them out there too).
- * Never in fp32, whose tanh they may approximate. */
-static bool matmul_fuses_gelu(int capability) { return capability >= 90 && sizeof(floatX) < sizeof(float); }
+/* Without --tune, is the activation, or its derivative, an epilogue of the GEMM on a GPU of this compute capability (90
+ * is 9.0; 0: no GPU)? Tanh GELU alone: below 9.0 such kernels are slower than the two that they replace (llm.c leaves
+ * them out there too). Never in fp32, whose tanh they may approximate. */
+static bool matmul_fuses_act(Activation kind, int capability)
+{
+    return activation_epilogue(kind) == Epilogue::GELU && capability >= 90 && sizeof(floatX) < sizeof(float);
+}
 
 #ifdef DEVICE_CPU
 
@@ -256,7 +259,7 @@ static bool matmul_is_bias_gradient(int kind)
     return kind == CUBLASLT_EPILOGUE_BGRADA || kind == CUBLASLT_EPILOGUE_BGRADB;
 }
 
-/* Is it worth measuring? GELU only in 16 bits: matmul_fuses_gelu. */
+/* Is it worth measuring? GELU only in 16 bits: matmul_fuses_act. */
 static bool matmul_is_optional(int kind)
 {
     return matmul_is_bias_gradient(kind) || (matmul_is_gelu(kind) && sizeof(floatX) < sizeof(float));
@@ -266,7 +269,8 @@ static bool matmul_is_optional(int kind)
  * CUDALibrarySamples issue 90); a pass over dout costs far less. */
 static bool matmul_fuses(int kind)
 {
-    return matmul_is_gelu(kind) ? matmul_fuses_gelu(matmul_state.capability) : !matmul_is_bias_gradient(kind);
+    if (matmul_is_gelu(kind)) return matmul_fuses_act(Activation::GELU_TANH, matmul_state.capability);
+    return !matmul_is_bias_gradient(kind);
 }
 
 static bool matmul_plan_fuses(const MatmulPlan* plan)
@@ -486,8 +490,7 @@ static double matmul_bytes(double N, double IC, double OC) { return (N * IC + IC
 /* And what the activation adds, on n elements, by the rule: as an epilogue its argument, as a pass all its operands. */
 static double matmul_act_bytes(Activation kind, double n, int num_operands)
 {
-    const bool fuses = activation_epilogue(kind) == Epilogue::GELU && matmul_fuses_gelu(matmul_capability());
-    return (fuses ? 1 : num_operands) * n * sizeof(floatX);
+    return (matmul_fuses_act(kind, matmul_capability()) ? 1 : num_operands) * n * sizeof(floatX);
 }
 
 static void matmul_forward(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias, int N, int IC,

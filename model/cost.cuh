@@ -29,7 +29,7 @@ typedef struct Costs { Cost costs[96]; int num_costs; } Costs;
 typedef struct CostWalk {
     Costs* out;
     const Model* m;
-    int capability;           // of the GPU: matmul_fuses_gelu
+    int capability;           // of the GPU: matmul_fuses_act
     Part part;
     double times;
     size_t N;                 // rows of a micro-step
@@ -169,8 +169,7 @@ static void cost_swiglu_forward(CostWalk* w)
 static double cost_fused_elems(const CostWalk* w)
 {
     const Config* c = &w->m->config;
-    const bool fuses = activation_epilogue(c->activation) == Epilogue::GELU && matmul_fuses_gelu(w->capability);
-    return fuses ? (double)w->N * c->F : 0;
+    return matmul_fuses_act(c->activation, w->capability) ? (double)w->N * c->F : 0;
 }
 
 static void cost_mlp_part(CostWalk* w)

@@ -434,7 +434,8 @@ static void gradient_clear(Zero* z, int u)
     ranges_clear(z->unit_grads[u], &ranges, z->compute);
 }
 
-/* Before the first micro-step of a step: clears its sums, and gradients that kernels accumulate over micro-steps. */
+/* Before the first micro-step of a step: clears its sums and, of gradients that kernels sum over micro-steps, what no
+ * GEMM overwrites. */
 static void zero_step_begin(Zero* z)
 {
     CUDA_CHECK(cudaMemsetAsync(z->step_sums, 0, NUM_STEP_SUMS * sizeof(double), z->compute));
