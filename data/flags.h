@@ -194,7 +194,7 @@ typedef struct Flags {
     const FlagWords* words;
 } Flags;
 #define FROM_COMMAND_LINE flags_command_line
-static const char flags_command_line[] = "command line";
+inline const char flags_command_line[] = "command line";    // of one address in the objects of all precisions
 
 /* One row with its types erased; `low` of ONEOF is the list of choices. A long double holds every int64. */
 static_assert(LDBL_MANT_DIG >= 64, "the bounds of INT flags are exact");

@@ -138,9 +138,10 @@ def test_log_field_without_a_row():
         assert (gcc.returncode == 0) == compiles and ("LogKey" in gcc.stderr) != compiles, gcc.stderr
 
 
-def test_flags_line_can_be_pasted_back(folder):
-    """The line that the start prints, given to a shell: the same flags."""
-    given = ["-d", folder / "data", "-m", folder / "model", "--micro_batch", 2, "--learning_rate",
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_flags_line_can_be_pasted_back(folder, precision):
+    """The line that the start prints, given to a shell: the same flags. Each precision is an object of its own."""
+    given = ["-p", precision, "-d", folder / "data", "-m", folder / "model", "--micro_batch", 2, "--learning_rate",
              "0.00012345678901234", "--param-group", "*ln*:lr=0.5,wd=0;*bias:wd=0", "--plan", "--no-shuffle",
              "--deterministic", "False", "--gradient-checkpointing", "--out", "it's a run", "--val", ""]
     line = re.search(r"^flags  (.*)$", train_gpt(*given).out, re.M)[1]
