@@ -153,22 +153,23 @@ def spans_of(path):
         else:
             assert event["dur"] >= 0 and event["ts"] >= 0
             key = event["pid"], named["thread_name", event["pid"], event["tid"]]
-            spans.setdefault(key, []).append((event["ts"], event["ts"] + event["dur"], event["name"], event["cat"],
+            begin_ns, dur_ns = round(event["ts"] * 1000), round(event["dur"] * 1000)
+            spans.setdefault(key, []).append((begin_ns / 1000, (begin_ns + dur_ns) / 1000, event["name"], event["cat"],
                                               event["args"]))
     for (rank, _), track in spans.items():
         assert named["process_name", rank, 0] == f"rank {rank}"
         track.sort(key=lambda x: (x[0], -x[1]))
         open_ends = []
         for begin, end, *_ in track:                    # nested: a span that begins within another ends within it
-            while open_ends and begin >= open_ends[-1] - 0.002:
+            while open_ends and begin >= open_ends[-1]:
                 open_ends.pop()
-            assert not open_ends or end <= open_ends[-1] + 0.002
+            assert not open_ends or end <= open_ends[-1]
             open_ends.append(end)
     return spans
 
 
 def within(track, outer, kind):
-    return [x for x in track if x[3] == kind and outer[0] - 0.002 <= x[0] and x[1] <= outer[1] + 0.002]
+    return [x for x in track if x[3] == kind and outer[0] <= x[0] and x[1] <= outer[1]]
 
 
 @pytest.mark.parametrize("device, ranks, stage", [("cpu", 1, 0), ("cpu", 2, 3), ("emu", 2, 2)])
