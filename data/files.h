@@ -169,6 +169,13 @@ static inline bool folder_remove(const char* path, char (&why)[1024])
 }
 
 // ----------------------------------------------------------------------------------------------------------- write
+/* What to do about a write that failed, to follow its sentence: room helps only where it is missing. */
+static inline const char* write_advice(int error)
+{
+    if (error == ENOSPC || error == EDQUOT) return "; make room, or write to another folder";
+    return error == EFBIG ? "; raise the limit on file sizes (ulimit -f), or write to another folder" : "";
+}
+
 /* False, with errno set, if not all could be written; then *done bytes are. */
 static inline bool write_full(int fd, const void* data, size_t size_bytes, size_t* done)
 {
@@ -199,7 +206,7 @@ static inline void file_write(const char* path, const void* data, size_t size_by
         error = errno;
     }
     if (!well) unlink(temporary);
-    ENSURE(well, "%s: %zu bytes cannot be written: %s", path, size_bytes, strerror(error));
+    ENSURE(well, "%s: %zu bytes cannot be written: %s%s", path, size_bytes, strerror(error), write_advice(error));
     folder_sync_of(path);
 }
 

@@ -342,8 +342,9 @@ static inline SafeTensors* safetensors_open(const char* path)
         return st;
     }
     ENSURE(file_kind(index) == S_IFREG,
-           "%s: cannot be found; weights are a .safetensors file, its .index.json, or a folder "
-           "with model.safetensors or model.safetensors.index.json", path);
+           "%s: %s; weights are a .safetensors file, its .index.json, or a folder "
+           "with model.safetensors or model.safetensors.index.json", path,
+           is_folder ? "has no weights" : file_kind(path) != 0 ? "is no file of weights" : "cannot be found");
     cJSON* root = json_parse_file(index);
     const cJSON* weight_map = json_object(root, "weight_map", index);
     ENSURE(weight_map->child != nullptr, "%s: \"weight_map\" names no tensor", index);
@@ -542,9 +543,9 @@ static inline void safe_write_cached(const SafeFile* file, const void* data, siz
     for (size_t done = 0; done < size_bytes;) {
         ssize_t n = TEMP_FAILURE_RETRY(pwrite(file->fd, (const char*)data + done, size_bytes - done,
                                               (off_t)(offset + done)));
-        ENSURE(n > 0, "%s: writing %zu bytes at byte %zu of %zu failed: %s; make room, or write to another folder",
-               file->path, size_bytes - done, offset + done, file->num_bytes,
-               n < 0 ? strerror(errno) : "nothing was written");
+        if (n == 0) errno = ENOSPC;
+        ENSURE(n > 0, "%s: writing %zu bytes at byte %zu of %zu failed: %s%s", file->path, size_bytes - done,
+               offset + done, file->num_bytes, strerror(errno), write_advice(errno));
         done += (size_t)n;
     }
 }
@@ -584,9 +585,8 @@ static inline void safe_create_file(SafeFile* file)
         int why = errno;
         struct statvfs fs;
         size_t free_bytes = fstatvfs(file->fd, &fs) == 0 ? (size_t)fs.f_bavail * fs.f_frsize : 0;
-        die("%s: needs %zu bytes, the file system has %zu free: %s; make room%s, or write to another folder",
-            file->path, file->num_bytes, free_bytes, strerror(why),
-            why == EFBIG ? " or raise the limit on file sizes (ulimit -f)" : "");
+        die("%s: needs %zu bytes, the file system has %zu free: %s%s", file->path, file->num_bytes, free_bytes,
+            strerror(why), write_advice(why));
     }
     ENSURE(TEMP_FAILURE_RETRY(ftruncate(file->fd, length)) == 0, "%s: cannot be made %zu bytes long: %s",
            file->path, file->num_bytes, strerror(errno));

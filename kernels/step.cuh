@@ -23,7 +23,7 @@
  * follow, and test/test_optimizer.py asks for a reference. */
 #define SCHEDULES(S) \
     S(CONSTANT,   "constant",      rise_from_0,   1.0,              ENDLESS, "the peak") \
-    S(LINEAR,     "linear",        rise_from_0,   1.0 - x,          0, "falls in a straight line to --min-lr at the last step") \
+    S(LINEAR,     "linear",        rise_from_0,   1.0 - x,          0, "falls in a straight line, to --min-lr one step behind the last") \
     S(COSINE,     "cosine",        rise_from_0,   0.5 * (1.0 + cos(3.14159265358979323846 * x)), 0, "the same along half a cosine") \
     S(WSD,        "wsd",           rise_from_0,   1.0 - tail,       0, "the peak; the last --decay share falls in a straight line") \
     S(WSD_SQRT,   "wsd-sqrt",      rise_from_0,   1.0 - sqrt(tail), 0, "the same, falling as 1 - sqrt") \

@@ -258,15 +258,45 @@ static void choose_resume(Run* run, char (&path)[4096])
     comm_broadcast_host(&run->comm, path, sizeof path);
 }
 
-/* Without -n the windows that are left determine the number of steps. */
-static void resume_batch(Run* run, const RunState* state)
+/* With another global batch and without -n the windows that are left determine the number of steps. */
+static void resume_steps(Run* run, size_t step, size_t position, size_t global_batch)
 {
-    if (state->global_batch == run->global_batch) return;
-    SAY("        the global batch is %zu, was %zu\n", run->global_batch, state->global_batch);
-    if (run->flags->given[FLAG_steps]) return;
-    size_t end = run->train->config.limit_windows, position = state->position_windows;
-    run->num_steps = last_step(run, run->step, end > position ? end - position : 0);
+    run->first_step = step;
+    run->first_window = position;
+    if (global_batch == run->global_batch || run->flags->given[FLAG_steps]) return;
+    const size_t end = run->train->config.limit_windows;
+    run->num_steps = last_step(run, step, end > position ? end - position : 0);
     run->config = step_config(run);
+}
+
+/* The same before the checkpoint is loaded, so that what is printed at the start is so. */
+static void resume_foresee(Run* run, const char* folder)
+{
+    size_t from[3] = {};
+    char path[4200];
+    snprintf(path, sizeof path, "%s/state.json", folder);
+    if (run->comm.rank == 0) {
+        cJSON* j = json_parse_file(path);
+        from[0] = (size_t)json_int(j, "step", 0, JSON_MAX_INT, path);
+        from[1] = (size_t)json_int(j, "position_windows", 0, JSON_MAX_INT, path);
+        from[2] = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);
+        cJSON_Delete(j);
+    }
+    comm_broadcast_host(&run->comm, from, sizeof from);
+    resume_steps(run, from[0], from[1], from[2]);
+}
+
+/* A run folder given as the model has a config.json, but weights in its checkpoints alone: its newest one is meant.
+ * A preset's name is not a path, even if a folder has that name. Rank 0 searches. */
+static const char* model_of_run(Run* run, const char* name)
+{
+    Config preset;
+    char file[4096];
+    if (run->flags->from_scratch || config_preset(&preset, name, 0, 0)) return name;
+    if (run->comm.rank == 0 && path_exists(name, "run.json", file) && !checkpoint_find(name, true, run->model_path))
+        die("-m %s: is a run folder without a checkpoint yet: --from-scratch takes its config.json alone", name);
+    comm_broadcast_host(&run->comm, run->model_path, sizeof run->model_path);
+    return run->model_path[0] ? run->model_path : name;
 }
 
 /* Loads weights, optimizer states and counters from a checkpoint; with --resume auto from the newest undamaged one. */
@@ -314,8 +344,13 @@ static void resume(Run* run, char (&folder)[4096])
     if (state.seed != (unsigned long long)run->flags->seed)
         SAY("        --seed is %lld, was %llu: the order of the data changes here\n", (long long)run->flags->seed,
             state.seed);
-    resume_batch(run, &state);
+    if (state.global_batch != run->global_batch)
+        SAY("        the global batch is %zu, was %zu\n", run->global_batch, state.global_batch);
+    resume_steps(run, state.step, state.position_windows, state.global_batch);
     say_changes(run, state.flags);
+    if (run->step >= run->num_steps)
+        SAY("        nothing is left to do: the run ends at step %zu; raise -n or --epochs to go on\n",
+            run->num_steps);
 }
 
 // ------------------------------------------------------------------------------------------------- run.json, repeat

@@ -96,10 +96,13 @@ static void print_start(Run* run, const char* model_name)
     if (run->has_val) SAY("val     %zu tokens in %zu windows\n", run->val_set.num_toks, run->val->num_windows);
     SAY("batch   %zu sequences = %d per micro-step x %d micro-steps x %d ranks | %zu tokens per step\n",
         run->global_batch, run->B, run->G, run->comm.num_ranks, run->global_batch * run->T);
-    SAY("steps   %zu = %.2f epochs | lr %.3g %s to %.3g, warm-up %zu steps | seed %lld\n", run->num_steps,
-        run->train == nullptr ? 0 : windows_before(run, run->num_steps) / run->train->num_windows,
-        run->config.peak_lr, f->schedule,
-        run->config.min_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
+    char last_lr[64] = "";
+    if ((schedule_find(f->schedule)->traits & ENDLESS) == 0 && run->num_steps > 0)
+        snprintf(last_lr, sizeof last_lr, " to %.3g at step %zu", schedule_lr(run->config, run->num_steps - 1),
+                 run->num_steps);
+    SAY("steps   %zu = %.2f epochs | lr %.3g %s%s, warm-up %zu steps | seed %lld\n", run->num_steps,
+        run->train == nullptr ? 0 : epochs_before(run, run->num_steps), run->config.peak_lr, f->schedule, last_lr,
+        (size_t)run->config.warmup_steps, (long long)f->seed);
     if (run->comm.rank == 0) rates_print(f, stdout);
     if (f->fp32_tensors[0])
         SAY("fp32    %d tensors, %zu elements with padding\n", run->model.shard.units[0].num_tensors,
@@ -112,7 +115,7 @@ static void print_start(Run* run, const char* model_name)
         SAY("dropout %g of embeddings and branches, %g of attention probabilities\n", run->model.dropout,
             run->model.attention_dropout);
     else if (c->pdrop > 0 && !f->given[FLAG_dropout])
-        SAY("dropout none: config.json has %g, --dropout %g turns it on\n", c->pdrop, c->pdrop);
+        SAY("dropout none: %s/config.json has %g, --dropout %g turns it on\n", model_name, c->pdrop, c->pdrop);
     if (run->comm.num_ranks > 1 || f->plan || f->auto_ || f->verbose) print_zero(run);
     if (run->comm.rank == 0) plan_print(&run->plan, stdout);
     print_estimate(run);

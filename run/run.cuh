@@ -60,6 +60,8 @@ typedef struct Run {
     bool owns_out;                 // this run may change the folder of -o: rank 0 has its lock
     char resumed_from[4096];       // of --resume auto; empty: new weights
     size_t resumed_step, resumed_applied;   // RunState of that checkpoint
+    size_t first_step, first_window;        // where this start began: epochs before it were of other batches, perhaps
+    char model_path[4096];         // the checkpoint that a run folder given as the model stands for
     RunLog log;
     cJSON* products;               // tune.cuh's choices, for run.json; null: none
     int *h_tokens, *h_targets;     // (STEPS_IN_FLIGHT,G,B,T) pinned: a batch never waits for the copy of another
@@ -233,6 +235,12 @@ static double windows_before(const Run* run, size_t end)
         step += alike;
     }
     return (double)used + (double)(end - step) * (double)run->global_batch;
+}
+
+static double epochs_before(const Run* run, size_t end)
+{
+    const double since = windows_before(run, end) - windows_before(run, run->first_step);
+    return ((double)run->first_window + since) / (double)run->train->num_windows;
 }
 
 /* The last step if the run uses `windows` windows from step `first`. */

@@ -86,7 +86,8 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     run->owns_out = trains && f->out[0];       // --bench has no -o
     if (run->owns_out && run->comm.rank == 0) folder_lock(f->out);
     choose_resume(run, resume_path);
-    const char* model_name = f->model[0] ? f->model : resume_path[0] ? resume_path : DEFAULT_MODEL;
+    const char* model_name = f->model[0] ? model_of_run(run, f->model)
+                             : resume_path[0] ? resume_path : DEFAULT_MODEL;
     if ((trains && !f->bench) || f->eval || (f->plan && access(f->data, R_OK) == 0)) open_data(run);
     choose_model(run, model_name, run->train_set.num_files > 0 ? (int)run->train_set.files[0].vocab_size : 0);
     choose_tokenizer(run, model_name);
@@ -116,6 +117,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (run->train_set.num_files > 0) open_loaders(run);
     if (f->bench) run->num_steps = bench_total_steps(f);
     run->config = step_config(run);
+    if (resume_path[0] && trains && !f->bench) resume_foresee(run, resume_path);
     plan_run(run, trains || f->plan);
     return model_name;
 }

@@ -375,7 +375,7 @@ ROWS = [
                       '"b":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}}', b"123456")),
     refuse('{d}/model/model.safetensors: tensor "a": dtype "F99" is not known',
            header('{"a":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}', b"1234")),
-    refuse("{d}/model: cannot be found; weights are a .safetensors file, its .index.json, or a folder with "
+    refuse("{d}/model: has no weights; weights are a .safetensors file, its .index.json, or a folder with "
            "model.safetensors or model.safetensors.index.json", remove(WEIGHTS)),
     refuse("{d}/model/gone.safetensors: cannot be opened: No such file or directory",
            index({"a": "gone.safetensors"})),
