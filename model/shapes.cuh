@@ -21,7 +21,8 @@ struct Family;
 typedef struct Config {
     const struct Family* family;
     int V, VP, C, L, NH, NKV, HS, F;
-    int context;            // largest T; learned positions: rows of wpe
+    int context;            // largest T, at most the window; learned positions: rows of wpe
+    int window;             // positions back that a query sees, itself among them; 0: all
     Norm norm;
     double eps;             // of the norms
     Positions positions;
@@ -36,9 +37,14 @@ typedef struct Config {
     int bos;                // the token that begins a text, of a preset; -1: none
     int eos[CONFIG_MAX_EOS], num_eos;    // those that end one
     char* hf_text;          // config.json as it was read, for config_write; null for presets
+    char notes[1024];       // what config.json says and the model does otherwise: lines to print
     int num_pieces, piece_rows;   // wte and the head as sub-units: model_tensors
     int num_fp32_units;     // 1 if some tensors are stored in fp32
 } Config;
+
+/* What the family's configuration class in transformers 5 takes for keys that config.json lacks; 0: what follows from
+ * the others. test/golden/class_defaults.json has them from there. */
+typedef struct { int V, C, L, NH, NKV, F, context, window; } ClassDefaults;
 
 /* The rows of `families`, below. */
 typedef struct Family {
@@ -49,6 +55,7 @@ typedef struct Family {
     void (*read)(Config*, const cJSON*, const char* path);
     void (*write)(cJSON*, const Config*);
     const char* context_key;                   // one more key for the context, which llama.cpp reads; or null
+    ClassDefaults defaults;
 } Family;
 
 /* Sets what follows from the rest and refuses what no kernel can do; `from` names the preset or file. */
@@ -109,6 +116,28 @@ static void arcee_axes(Config* c)
     c->activation = Activation::RELU2;
 }
 
+/* A line of c->notes. */
+FORMAT(2, 3) static void config_note(Config* c, const char* fmt, ...)
+{
+    const size_t used = strlen(c->notes);
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(c->notes + used, sizeof c->notes - used, fmt, args);
+    va_end(args);
+}
+
+/* Without the key the class's default, which c has; null is refused. */
+static int read_size(const cJSON* j, const char* key, int fallback, int max, const char* path)
+{
+    return json_get(j, key) == nullptr ? fallback : (int)json_int(j, key, 1, max, path);
+}
+
+/* null is not the class's default but 0. */
+static int read_size_or_null(const cJSON* j, const char* key, int fallback, int max, const char* path)
+{
+    return json_get(j, key) != nullptr && !json_has(j, key) ? 0 : read_size(j, key, fallback, max, path);
+}
+
 /* Only SiLU is built into the gate. */
 static void read_activation(Config* c, const cJSON* j, const char* key, const char* path)
 {
@@ -121,10 +150,10 @@ static void read_activation(Config* c, const cJSON* j, const char* key, const ch
 
 static void gpt2_read(Config* c, const cJSON* j, const char* path)
 {
-    c->C = (int)json_int(j, "n_embd", 1, 1 << 20, path);
-    c->L = (int)json_int(j, "n_layer", 1, 1 << 12, path);
-    c->NH = (int)json_int(j, "n_head", 1, 1 << 12, path);
-    c->context = (int)json_int(j, "n_positions", 1, 1 << 24, path);
+    c->C = read_size(j, "n_embd", c->C, 1 << 20, path);
+    c->L = read_size(j, "n_layer", c->L, 1 << 12, path);
+    c->NH = read_size(j, "n_head", c->NH, 1 << 12, path);
+    c->context = read_size(j, "n_positions", c->context, 1 << 24, path);
     c->F = (int)json_int_or(j, "n_inner", 0, 0, 1 << 24, path);
     c->eps = json_float_or(j, "layer_norm_epsilon", c->eps, 0, 1, path);
     c->tied = json_bool_or(j, "tie_word_embeddings", c->tied, path);
@@ -162,59 +191,70 @@ static void read_rope(RopeConfig* r, const cJSON* j, const char* path)
            path, key, r->high_freq_factor, r->low_freq_factor);
 }
 
-/* Attention windows shorter than the context change the numbers. */
-static void refuse_window(const Config* c, const cJSON* j, const char* path)
+/* Whether "layer_types" names a window for some layer; -1 without the key. */
+static int layer_types_window(const cJSON* j, const char* path)
 {
-    long long window = json_int_or(j, "sliding_window", c->context, 1, 1 << 30, path);
-    ENSURE(window >= c->context, "%s: sliding_window %lld is not there yet: the context is %d", path, window,
-           c->context);
-}
-
-static void refuse_layer_types(const cJSON* j, const char* path)
-{
-    if (!json_has(j, "layer_types")) return;
-    const cJSON* type;
-    cJSON_ArrayForEach(type, json_array(j, "layer_types", path))
-        ENSURE(cJSON_IsString(type) && strcmp(type->valuestring, "full_attention") == 0,
-               "%s: layer_types holds \"%s\", have full_attention", path,
-               cJSON_IsString(type) ? type->valuestring : "?");
+    if (!json_has(j, "layer_types")) return -1;
+    const cJSON* item;
+    int windows = 0;
+    cJSON_ArrayForEach(item, json_array(j, "layer_types", path)) {
+        const char* type = cJSON_IsString(item) ? item->valuestring : "?";
+        const bool slides = strcmp(type, "sliding_attention") == 0;
+        ENSURE(slides || strcmp(type, "full_attention") == 0,
+               "%s: layer_types holds \"%s\", have full_attention and sliding_attention", path, type);
+        windows |= slides;
+    }
+    return windows;
 }
 
 /* The keys of all families but GPT-2. */
 static void read_llama_keys(Config* c, const cJSON* j, const char* path)
 {
-    c->C = (int)json_int(j, "hidden_size", 1, 1 << 20, path);
-    c->L = (int)json_int(j, "num_hidden_layers", 1, 1 << 12, path);
-    c->NH = (int)json_int(j, "num_attention_heads", 1, 1 << 12, path);
-    c->NKV = (int)json_int_or(j, "num_key_value_heads", c->NH, 1, 1 << 12, path);
+    c->C = read_size(j, "hidden_size", c->C, 1 << 20, path);
+    c->L = read_size(j, "num_hidden_layers", c->L, 1 << 12, path);
+    c->NH = read_size(j, "num_attention_heads", c->NH, 1 << 12, path);
+    c->NKV = read_size_or_null(j, "num_key_value_heads", c->NKV, 1 << 12, path);
     c->HS = (int)json_int_or(j, "head_dim", c->HS, 1, 1 << 12, path);
-    c->F = (int)json_int(j, "intermediate_size", 1, 1 << 24, path);
-    c->context = (int)json_int(j, "max_position_embeddings", 1, 1 << 24, path);
+    c->F = read_size(j, "intermediate_size", c->F, 1 << 24, path);
+    c->context = read_size(j, "max_position_embeddings", c->context, 1 << 24, path);
     c->eps = json_float_or(j, "rms_norm_eps", c->eps, 0, 1, path);
     c->tied = json_bool_or(j, "tie_word_embeddings", c->tied, path);
     read_activation(c, j, "hidden_act", path);
     read_rope(&c->rope, j, path);
-    refuse_layer_types(j, path);
 }
 
+/* Each layer has the window. */
 static void mistral_read(Config* c, const cJSON* j, const char* path)
 {
     read_llama_keys(c, j, path);
-    refuse_window(c, j, path);
+    layer_types_window(j, path);
+    c->window = read_size_or_null(j, "sliding_window", c->window, 1 << 30, path);
 }
 
+/* transformers' LLaMA has no windows, whatever config.json says. */
 static void llama_read(Config* c, const cJSON* j, const char* path)
 {
-    mistral_read(c, j, path);
+    read_llama_keys(c, j, path);
     c->qkv_bias = c->proj_bias = json_bool_or(j, "attention_bias", false, path);
     c->mlp_bias = json_bool_or(j, "mlp_bias", false, path);
+    for (const char* key : {"sliding_window", "layer_types"})
+        if (key[0] == 's' ? json_has(j, key) : layer_types_window(j, path) == 1)
+            config_note(c, "config  %s: %s is ignored: attention is full, as in transformers' %s\n", path, key,
+                        c->family->architecture);
 }
 
-/* It names a window that it uses only if told to. */
+/* It names a window that it uses only if told to, in the layers that layer_types says, else in those from
+ * max_window_layers on. */
 static void qwen2_read(Config* c, const cJSON* j, const char* path)
 {
     read_llama_keys(c, j, path);
-    ENSURE(!json_bool_or(j, "use_sliding_window", false, path), "%s: use_sliding_window is not there yet", path);
+    const int window = read_size_or_null(j, "sliding_window", c->window, 1 << 30, path);
+    const bool uses = json_bool_or(j, "use_sliding_window", false, path) && window > 0;
+    const bool is_last = json_int_or(j, "max_window_layers", 28, 0, 1 << 12, path) < c->L;
+    const int named = layer_types_window(j, path);
+    ENSURE(uses || named != 1, "%s: layer_types holds \"sliding_attention\": it needs sliding_window, and "
+           "use_sliding_window true", path);
+    c->window = uses && (named == -1 ? is_last : named == 1) ? window : 0;
 }
 
 static void qwen3_read(Config* c, const cJSON* j, const char* path)
@@ -261,12 +301,18 @@ static void llama_write(cJSON* j, const Config* c)
 #define FAMILY_TENSORS(table) table, (int)(sizeof table / sizeof table[0])
 
 static const Family families[] = {
-    {"gpt2", "GPT2LMHeadModel", FAMILY_TENSORS(gpt2_tensors), gpt2_axes, gpt2_read, gpt2_write, "n_ctx"},
-    {"llama", "LlamaForCausalLM", FAMILY_TENSORS(llama_tensors), llama_axes, llama_read, llama_write, nullptr},
-    {"mistral", "MistralForCausalLM", FAMILY_TENSORS(llama_tensors), llama_axes, mistral_read, llama_write, nullptr},
-    {"qwen2", "Qwen2ForCausalLM", FAMILY_TENSORS(llama_tensors), qwen2_axes, qwen2_read, llama_write, nullptr},
-    {"qwen3", "Qwen3ForCausalLM", FAMILY_TENSORS(llama_tensors), qwen3_axes, qwen3_read, llama_write, nullptr},
-    {"arcee", "ArceeForCausalLM", FAMILY_TENSORS(llama_tensors), arcee_axes, llama_read, llama_write, nullptr},
+    {"gpt2", "GPT2LMHeadModel", FAMILY_TENSORS(gpt2_tensors), gpt2_axes, gpt2_read, gpt2_write, "n_ctx",
+     {50257, 768, 12, 12, 0, 0, 1024, 0}},
+    {"llama", "LlamaForCausalLM", FAMILY_TENSORS(llama_tensors), llama_axes, llama_read, llama_write, nullptr,
+     {32000, 4096, 32, 32, 0, 11008, 2048, 0}},
+    {"mistral", "MistralForCausalLM", FAMILY_TENSORS(llama_tensors), llama_axes, mistral_read, llama_write, nullptr,
+     {32000, 4096, 32, 32, 8, 14336, 131072, 4096}},
+    {"qwen2", "Qwen2ForCausalLM", FAMILY_TENSORS(llama_tensors), qwen2_axes, qwen2_read, llama_write, nullptr,
+     {151936, 4096, 32, 32, 32, 22016, 32768, 4096}},
+    {"qwen3", "Qwen3ForCausalLM", FAMILY_TENSORS(llama_tensors), qwen3_axes, qwen3_read, llama_write, nullptr,
+     {151936, 4096, 32, 32, 32, 22016, 32768, 4096}},
+    {"arcee", "ArceeForCausalLM", FAMILY_TENSORS(llama_tensors), arcee_axes, llama_read, llama_write, nullptr,
+     {32000, 2560, 32, 32, 0, 18432, 4096, 0}},
 };
 
 /* The axes of a family by its model_type; `from` names the preset or file. */
@@ -281,6 +327,14 @@ static Config config_family(const char* model_type, const char* from)
     ENSURE(c.family != nullptr, "%s: model_type is \"%s\", have %s", from, model_type, have);
     c.family->set_axes(&c);
     return c;
+}
+
+static void config_take_defaults(Config* c)
+{
+    const ClassDefaults* d = &c->family->defaults;
+    c->V = d->V; c->C = d->C; c->L = d->L; c->NH = d->NH; c->NKV = d->NKV; c->F = d->F;
+    c->context = d->context;
+    c->window = d->window;
 }
 
 // --------------------------------------------------------------------------------------------------------- presets
@@ -390,8 +444,10 @@ static void config_read(Config* c, const char* path)
     cJSON* j = json_parse_file(path);
     const char* type = json_string(j, "model_type", path);
     *c = config_family(type, path);
+    config_take_defaults(c);
     c->family->read(c, j, path);
-    c->V = (int)json_int(j, "vocab_size", 1, 1 << 24, path);
+    c->V = read_size(j, "vocab_size", c->V, 1 << 24, path);
+    if (c->window > 0 && c->window < c->context) c->context = c->window;
     config_read_eos(c, j, path);
     cJSON_Delete(j);
     size_t length;

@@ -87,6 +87,7 @@ static void print_start(Run* run, const char* model_name)
         "%.2fM parameters\n", model_name, f->model[0] ? "" : " (the default of this build; -m takes another)",
         c->family->model_type, c->L, c->C, c->NH, c->NKV, c->HS, c->F, c->V, c->VP, c->context,
         run->model.shard.num_params * 1e-6);
+    SAY("%s", c->notes);
     if (f->bench) SAY("data    synthetic tokens\n");
     else if (run->train == nullptr) SAY("data    none in %s\n", f->data);   // --plan needs no data
     else

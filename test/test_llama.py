@@ -102,10 +102,8 @@ def test_ten_steps(tmp_path, device, name, ranks, stage):
     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ({"rope_scaling": {"rope_type": "linear"}}, "factor"), ({"head_dim": 7}, "head size 7"),
-    ({"model_type": "mistral", "sliding_window": 16}, "sliding_window"),
-    ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
-    ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "use_sliding_window"),
+    ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
     ({"hidden_size": 25}, "25"), ({"hidden_size": None}, "hidden_size")])
 def test_refused_by_name(tmp_path, change, complaint):
     config, tensors = golden_tensors("mha")

@@ -68,10 +68,9 @@ def add(name, content):
     return spoil
 
 
-def config(drop=None, **changed):
+def config(**changed):
     def spoil(folder):
         values = {**gpt2_config(V, C, T, L=2, NH=2), **changed}
-        values.pop(drop, None)
         (folder / CONFIG).write_text(json.dumps(values))
     return spoil
 
@@ -321,7 +320,7 @@ ROWS = [
     refuse(f"-m {{d}}/model is neither a preset ({PRESETS}) nor a folder with config.json", remove(CONFIG)),
     refuse('{d}/model/config.json: model_type is "gpt_neo", have gpt2, llama, mistral, qwen2, qwen3, arcee',
            config(model_type="gpt_neo")),
-    refuse('{d}/model/config.json: has no key "n_embd"', config(drop="n_embd")),
+    refuse('{d}/model/config.json: "n_embd" must be a whole number, is null', config(n_embd=None)),
     refuse('{d}/model/config.json: "n_embd" must be a whole number, is a string', config(n_embd="8")),
     refuse("{d}/model/config.json: the width 9 is not divisible by 2 heads", config(n_embd=9)),
     refuse('{d}/model/config.json: "n_embd" is -8, must be 1 to 1048576', config(n_embd=-8)),
@@ -339,8 +338,8 @@ ROWS = [
     refuse("{d}/model/config.json: 4 query heads cannot be shared out among 3 key/value heads",
            llama(num_key_value_heads=3)),
     refuse('{d}/model/config.json: hidden_act is "gelu", have silu', llama(hidden_act="gelu")),
-    refuse("{d}/model/config.json: sliding_window 4 is not there yet: the context is 8",
-           llama(sliding_window=4, model_type="mistral")),
+    refuse("-t 8 is longer than the attention window of 4 (sliding_window of config.json), which is not there yet: up "
+           "to it attention is full: lower -t", llama(sliding_window=4, model_type="mistral"), "-t", 8),
     refuse('{d}/model/config.json: rope_scaling is of type "yarn", have default, linear and llama3',
            llama(rope_scaling={"rope_type": "yarn", "factor": 2.0})),
     refuse('{d}/model/config.json: has no key "factor"', llama(rope_scaling={"rope_type": "linear"})),

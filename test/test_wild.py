@@ -1,0 +1,83 @@
+"""Model folders as other programs leave them: keys that config.json lacks or has twice, windows, heads, files."""
+import json
+import re
+
+import numpy as np
+import pytest
+
+import init
+from util import ROOT, llama_config, model_write, shard_write, train_gpt
+
+CLASSES = json.loads((ROOT / "test" / "golden" / "class_defaults.json").read_text())["classes"]
+V, C, T = 61, 16, 8
+SIZES = {"n_embd": C, "n_layer": 2, "n_head": 2, "n_positions": 64, "hidden_size": C, "num_hidden_layers": 2,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24,
+         "max_position_embeddings": 64, "vocab_size": V, "sliding_window": 64}
+
+
+def folder(path, config):
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def losses(tmp_path, model, *flags, **more):
+    shard_write(tmp_path / "data" / "train_000000.bin", init.tokens(400, V, 5), V)
+    run = train_gpt("-m", model, "-d", tmp_path / "data", "-b", 2, "-n", 2, "--sample-tokens", 0, "-t", T, *flags,
+                    out=tmp_path / f"run_{model.name}", **more)
+    return run, (run.series("loss"), run.series("norm"))
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_sizes_of_the_class(tmp_path, family):
+    """A config.json of model_type alone is the model that transformers makes of it."""
+    d = CLASSES[family]
+    model = folder(tmp_path / "model", {"model_type": family})
+    run = train_gpt("-m", model, "--plan", "-t", 16, "-b", 1, "--gpu", "h100")
+    ours = dict(re.findall(r"\b(L|C|NH|NKV|HS|F|V|context) (\d+)", run.out.split("\nmodel ")[1].split("\n")[0]))
+    of = lambda *keys: next((d[key] for key in keys if d.get(key)), None)
+    heads, width = of("n_head", "num_attention_heads"), of("n_embd", "hidden_size")
+    context = of("n_positions", "max_position_embeddings")
+    if family == "mistral":
+        context = min(context, d["sliding_window"])
+    assert {key: int(x) for key, x in ours.items()} == {
+        "L": of("n_layer", "num_hidden_layers"), "C": width, "NH": heads, "NKV": of("num_key_value_heads") or heads,
+        "HS": of("head_dim") or width // heads, "F": of("n_inner", "intermediate_size") or 4 * width,
+        "V": d["vocab_size"], "context": context}
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_settings_of_the_class(tmp_path, family):
+    """A key that is missing and the same key with the class's default: the same bits."""
+    sizes = {key: SIZES[key] for key in CLASSES[family] if key in SIZES}
+    settings = {key: x for key, x in CLASSES[family].items() if key not in SIZES and x is not None}
+    settings.update({key: 0.0 for key in settings if key.endswith("_pdrop")})
+    config = {"model_type": family, **sizes}
+    _, missing = losses(tmp_path, folder(tmp_path / "missing", config), "--from-scratch")
+    _, given = losses(tmp_path, folder(tmp_path / "given", {**config, **settings}), "--from-scratch")
+    assert missing == given and len(settings) >= 4
+
+
+@pytest.mark.parametrize("config,window", [
+    ({"model_type": "mistral", "sliding_window": 8}, 8),
+    ({"model_type": "mistral", "sliding_window": None}, None),
+    ({"model_type": "mistral"}, 4096),
+    ({"model_type": "llama", "sliding_window": 8}, None),
+    ({"model_type": "llama", "layer_types": ["sliding_attention"]}, None),
+    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, None),      # from layer 28 on
+    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, 8),
+    ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, 4096),
+    ({"model_type": "qwen3", "sliding_window": 8, "max_window_layers": 0}, None),
+    ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0,
+      "layer_types": ["full_attention"]}, None),
+    ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8,
+      "layer_types": ["sliding_attention"]}, 8)])
+def test_window(tmp_path, config, window):
+    """Up to the window attention is full; longer sequences are refused. transformers' LLaMA has none."""
+    model = folder(tmp_path / "model", {**llama_config(V, C, 8192), **config})
+    fits, longer = (8192, None) if window is None else (window, window + 8)
+    run = train_gpt("-m", model, "--plan", "-b", 1, "-t", fits, "--gpu", "h100")
+    assert (("is ignored" in run.out) == (config["model_type"] == "llama"))
+    if longer:
+        run = train_gpt("-m", model, "--plan", "-b", 1, "-t", longer, "--gpu", "h100", ok=False)
+        assert run.code == 1 and f"attention window of {window} (sliding_window" in run.err
