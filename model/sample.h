@@ -54,10 +54,11 @@ typedef struct Ranking {
     double temperature;
 } Ranking;
 
+/* NaN has no place in an order: it is never chosen. */
 static Ranking ranking_begin(const float* logits, int V, double temperature)
 {
     Ranking r = {(Candidate*)malloc_checked(V * sizeof(Candidate)), V, 0, 1, {V}, temperature};
-    for (int i = 0; i < V; i++) r.all[i] = Candidate{logits[i], i};
+    for (int i = 0; i < V; i++) r.all[i] = Candidate{std::isnan(logits[i]) ? -INFINITY : logits[i], i};
     return r;
 }
 
@@ -150,7 +151,7 @@ static int sample_ranked(Ranking* r, int k, Total total, double top_p, double u)
 static int sample_token(const float* logits, int V, const GenerateConfig* config, double u)
 {
     int best = 0;
-    for (int i = 1; i < V; i++) if (logits[i] > logits[best]) best = i;
+    for (int i = 1; i < V; i++) if (logits[i] > logits[best] || std::isnan(logits[best])) best = i;
     if (config->temperature == 0 || config->top_k == 1 || !(fabsf(logits[best]) <= FLT_MAX)) return best;
     const int k = config->top_k > 0 && config->top_k < V ? config->top_k : V;
     Ranking r = ranking_begin(logits, V, config->temperature);

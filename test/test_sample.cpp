@@ -86,6 +86,27 @@ static int check_ties(const float* logits, int V, GenerateConfig config)
     return num_wrong;
 }
 
+/* Logits that are not finite end, and NaN is chosen only where there is nothing else. */
+static int check_nonfinite(float* logits, int V)
+{
+    int num_wrong = 0;
+    for (float x : {NAN, -INFINITY})
+        for (int first : {0, 1})                     // the only finite ones: one in each so many from here on, or one
+            for (int every : {2, 3, V}) {
+                for (int i = 0; i < V; i++) logits[i] = i % every == first % V ? -0.01f * i : x;
+                for (int top_k : {0, 40})
+                    for (double top_p : {0.9, 1.0})
+                        for (double u : {0.0, uniform(), 1 - 0x1p-53}) {
+                            const GenerateConfig config = {0, top_k, 0.8, top_p, 1, 0};
+                            const int id = sample_token(logits, V, &config, u);
+                            if (std::isfinite(logits[id])) continue;
+                            printf("FAILED V %d %g every %d: token %d is %g\n", V, x, every, id, logits[id]);
+                            num_wrong++;
+                        }
+            }
+    return num_wrong;
+}
+
 static void bench()
 {
     const int V = 128256, num_runs = 20;
@@ -134,6 +155,7 @@ int main(int argc, char** argv)
                 for (int i = 0; i < 20; i++, num_checks += 6) num_wrong += check_ties(logits, V, all);
             }
         }
+        num_wrong += check_nonfinite(logits, V);
         free(logits);
     }
     printf("%d tokens sampled, %d are not those of a full sort\n", num_checks, num_wrong);
