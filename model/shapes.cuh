@@ -167,13 +167,19 @@ static void gpt2_read(Config* c, const cJSON* j, const char* path)
         ENSURE(!json_bool_or(j, key, false, path), "%s: %s true is not there yet", path, key);
 }
 
-/* transformers 5 writes "rope_parameters" with the base in it; before that "rope_theta", and "rope_scaling" or null. */
+/* transformers 5 writes "rope_parameters" with the base in it; before that "rope_theta", and "rope_scaling" or null.
+ * A file may have all of them: for transformers "rope_scaling" replaces "rope_parameters" unless it is empty. */
 static void read_rope(RopeConfig* r, const cJSON* j, const char* path)
 {
     r->theta = json_float_or(j, "rope_theta", r->theta, 1, 1e12, path);
-    const char* key = json_has(j, "rope_parameters") ? "rope_parameters" : "rope_scaling";
+    const cJSON* scaling = json_get(j, "rope_scaling");
+    const bool scales = json_has(j, "rope_scaling") && !(cJSON_IsObject(scaling) && scaling->child == nullptr);
+    const char* key = scales ? "rope_scaling" : "rope_parameters";
     if (!json_has(j, key)) return;
-    const cJSON* p = json_object(j, key, path);
+    const cJSON *p = json_object(j, key, path), *value;
+    cJSON_ArrayForEach(value, p)
+        ENSURE(!cJSON_IsObject(value), "%s: %s: parameters for \"%s\" alone are not there yet", path, key,
+               value->string);
     r->theta = json_float_or(p, "rope_theta", r->theta, 1, 1e12, path);
     ENSURE(json_float_or(p, "partial_rotary_factor", 1, 0, 1, path) == 1,
            "%s: %s: partial_rotary_factor other than 1 is not there yet", path, key);

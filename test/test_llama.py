@@ -101,6 +101,8 @@ def test_ten_steps(tmp_path, device, name, ranks, stage):
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}, "full_attention"),
+    ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
     ({"rope_scaling": {"rope_type": "linear"}}, "factor"), ({"head_dim": 7}, "head size 7"),
     ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "use_sliding_window"),
     ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
@@ -113,6 +115,7 @@ def test_refused_by_name(tmp_path, change, complaint):
 
 
 @pytest.mark.parametrize("change", [{"rope_theta": 500000.0}, {"rms_norm_eps": 1e-3}, {"hidden_act": "silu"},
+                                    {"rope_parameters": {"rope_theta": 500000.0}, "rope_scaling": {}},
                                     {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}])
 def test_setting_counts(tmp_path, change):
     """Each setting reaches the numbers (hidden_act silu is what it is already), in both spellings."""
