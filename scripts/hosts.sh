@@ -10,9 +10,11 @@ set -euo pipefail
 [ $# -ge 2 ] || { echo "usage: scripts/hosts.sh HOSTFILE scripts/run_NAME.sh [OPTIONS]" >&2; exit 2; }
 hostfile=$(realpath "$1") script=$2
 shift 2
-slots=$("$(dirname "$0")/hostfile.sh" "$hostfile" | awk '{ sum += $2 } END { print sum + 0 }')
+machines=$("$(dirname "$0")/hostfile.sh" "$hostfile")
+slots=$(awk '{ sum += $2 } END { print sum + 0 }' <<< "$machines")
 [ "$slots" -gt 0 ] || { echo "hosts.sh: $hostfile names no machine: a line each, as \"name slots=8\"" >&2; exit 1; }
+hosts=$(awk '{ printf "%s%s:%s", (NR > 1 ? "," : ""), $1, $2 }' <<< "$machines")
 pass=""
 for variable in $(compgen -e | grep -E '^(NCCL_|OMP_NUM_THREADS$)' || true); do pass="$pass -x $variable"; done
-export LAUNCH="mpirun --quiet --hostfile $hostfile -np $slots --map-by slot --bind-to none$pass"
+export LAUNCH="mpirun --quiet --host $hosts -np $slots --map-by slot --bind-to none$pass"
 exec "$script" --ranks "$slots" "$@"

@@ -21,5 +21,6 @@ script=$1
 shift
 ranks=${SLURM_NTASKS:?not under Slurm: submit it with sbatch, or use scripts/hosts.sh}
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
-export LAUNCH="srun --mpi=pmix --ntasks=$ranks --kill-on-bad-exit=1"
+cpus=${SLURM_CPUS_PER_TASK:+ --cpus-per-task=$SLURM_CPUS_PER_TASK}         # since Slurm 22.05 srun does not inherit it
+export LAUNCH="srun --mpi=pmix --ntasks=$ranks$cpus --kill-on-bad-exit=1"
 exec "$script" --ranks "$ranks" "$@"

@@ -422,18 +422,58 @@ def test_newest_checkpoint(tmp_path):
     assert subprocess.run([newest[0], tmp_path / "none"], capture_output=True, text=True).stdout == ""
 
 
+def hostfile(path, text):
+    path.write_bytes(text.encode())
+    return subprocess.run([ROOT / "scripts/hostfile.sh", path], capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("text,slots", [
     ("node1 slots=2\n", [2]), ("node1 slots=2", [2]), ("node1 slots=2 max_slots=4\n", [2]), ("node1\r\n", [1]),
-    ("# two\n\nnode1 slots=2 # was slots=7\nnode2  slots = 3\n", [2, 3]), ("node1 slots=0\nnode2 max-slots=2", [1]),
-    ("node1\nnode2 slots=-3\n", None), ("node1 slots=4x\n", None), ("node1 gpus=4\n", None)])
+    ("# two\n\nnode1 slots=2 # was slots=7\nnode2  slots = 3\n", [2, 3]), ("node1 slots=0\nnode2 max-slots=2", [0, 2]),
+    ("node1\nnode2\nnode1\n", [2, 1]), ("node1 slots=2\nnode1\n", [3]), ("// two\nnode1 slots=2\n", [2])])
 def test_hostfile(tmp_path, text, slots):
-    """As Open MPI reads it; what is not understood is refused with its line."""
-    (tmp_path / "hosts").write_text(text)
-    run = subprocess.run([ROOT / "scripts/hostfile.sh", tmp_path / "hosts"], capture_output=True, text=True)
-    assert [int(line.split()[1]) for line in run.stdout.splitlines()] == (slots or [1] * text.count("node1\n"))
-    assert (run.returncode == 0) == (slots is not None)
-    if slots is None:
-        assert f"{tmp_path}/hosts: line {text.count('node1', 0, 6) + text.count('node2')}: \"" in run.stderr
+    """The slots that Open MPI's own reader finds (which does not know CR)."""
+    run = hostfile(tmp_path / "hosts", text)
+    hosts = dict(line.split() for line in run.stdout.splitlines())
+    assert [int(hosts.get(f"node{i + 1}", 0)) for i in range(len(slots))] == slots and run.returncode == 0
+    (tmp_path / "plain").write_text(text.replace("\r", ""))
+    mpirun = subprocess.run(["mpirun", "--hostfile", tmp_path / "plain", "-np", "1", "--display-allocation",
+                             "--do-not-launch", "true"], env=environment(), capture_output=True, text=True)
+    assert f"Total slots allocated {sum(slots)}" in mpirun.stdout + mpirun.stderr
+
+
+@pytest.mark.parametrize("text,line,why", [
+    ("node1\nnode2 slots=-3\n", 2, '"slots=-3" is not understood'), ("node1 slots=4x\n", 1, '"slots=4x"'),
+    ("node1 gpus=4\n", 1, '"gpus=4"'), ("node1 lots=2\n", 1, '"lots=2"'), ("lots=2\n", 1, '"lots=2" is no name'),
+    ("node1 slots=1\nnode2\nnode1 slots=1", 3, "node1 is in line 1 too"), ("node1 slots=1 slots=2\n", 1, '"slots=2"'),
+    ("node1 slots=3 max_slots=2\n", 1, "slots=3 is above max_slots=2"), ("node\x1b[31m slots=3\n", 1, '"node?[31m"')])
+def test_hostfile_refused(tmp_path, text, line, why):
+    run = hostfile(tmp_path / "hosts", text)
+    assert run.returncode == 1 and run.stdout == "" and run.stderr.count("\n") == 1
+    assert run.stderr.startswith(f"{tmp_path}/hosts: line {line}: {why}")
+
+
+def test_hostfile_of_hosts(tmp_path):
+    """hosts.sh starts what hostfile.sh has read: mpirun would refuse this file itself."""
+    (tmp_path / "hosts").write_bytes(b"node1 slots=2\r\nnode2 slots = 4 # fast\r\n")
+    show = tmp_path / "show.sh"
+    show.write_text('#!/bin/bash\necho "$LAUNCH | $*"\n')
+    show.chmod(0o755)
+    run = subprocess.run([ROOT / "scripts/hosts.sh", tmp_path / "hosts", show], capture_output=True, text=True)
+    assert " --host node1:2,node2:4 -np 6 " in run.stdout and run.stdout.endswith(" | --ranks 6\n")
+    run = subprocess.run([ROOT / "scripts/hostfile.sh", tmp_path / "none"], capture_output=True, text=True)
+    assert run.returncode == 1 and run.stderr.startswith(f"{tmp_path}/none: cannot be read")
+
+
+def test_slurm(tmp_path):
+    show = tmp_path / "show.sh"
+    show.write_text('#!/bin/bash\necho "$LAUNCH | $*"\n')
+    show.chmod(0o755)
+    slurm = dict(SLURM_NTASKS="4", SLURM_SUBMIT_DIR=str(tmp_path))
+    for cpus, word in ({"SLURM_CPUS_PER_TASK": "8"}, " --cpus-per-task=8"), ({}, ""):
+        run = subprocess.run([ROOT / "scripts/slurm.sh", show], env=environment(**slurm, **cpus), capture_output=True,
+                             text=True)
+        assert run.stdout == f"srun --mpi=pmix --ntasks=4{word} --kill-on-bad-exit=1 | --ranks 4\n"
 
 
 @pytest.mark.parametrize("stops", ["before the first checkpoint", "after it"])
