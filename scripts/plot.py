@@ -8,15 +8,12 @@ a page of all that a log holds.
 """
 import argparse
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-from charts import COLORS  # noqa: E402
-from runlog import open_runs, smooth  # noqa: E402
+from charts import COLORS
+from runlog import open_runs, pyplot, smooth
 
 
 def draw(logs, x_key, log_y):
+    plt = pyplot()
     figure, (top, middle, bottom) = plt.subplots(3, 1, figsize=(9, 9), sharex=True, height_ratios=[3, 1, 1])
     for log_idx, log in enumerate(logs):
         color = COLORS[log_idx % len(COLORS)]

@@ -13,7 +13,8 @@ import html
 import pathlib
 
 from charts import COLORS, SCRIPT, STYLE, Chart
-from runlog import duration, median, open_runs, short, smooth
+from plot import draw
+from runlog import duration, median, open_runs, pyplot, short, smooth
 
 NOT_SETTINGS = {"version", "device", "num_ranks", "model_name", "num_params", "global_batch", "num_steps", "memory"}
 PHASES = ("data_ms", "forward_ms", "head_ms", "backward_ms", "recompute_ms", "communication_ms", "optimizer_ms")
@@ -165,7 +166,7 @@ def samples(log):
 
 # ----------------------------------------------------------------------------------------------------------- pictures
 def draw_speed(logs, x_key):
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6), sharex=True)
     for i, log in enumerate(logs):
         color = COLORS[i % len(COLORS)]
@@ -199,7 +200,6 @@ def main():
     out = args.out or logs[0].path.parent
     out.mkdir(parents=True, exist_ok=True)
     (out / "report.html").write_text(page(logs, make_charts(logs, x_key)))
-    from plot import draw                                   # matplotlib takes a second to come up
     draw(logs, x_key, False).savefig(out / "loss.png", dpi=110)
     draw_speed(logs, x_key).savefig(out / "speed.png", dpi=110)
     print(f"wrote {out}/report.html, loss.png, speed.png")

@@ -67,6 +67,18 @@ def open_runs(runs, need_loss=True):
     return logs
 
 
+def pyplot():
+    """matplotlib.pyplot, which takes a second to come up, to draw into files."""
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        import matplotlib.pyplot
+    except ImportError:
+        sys.exit(f"{program()}: pictures need matplotlib, which {sys.executable} does not have: run scripts/setup.sh "
+                 f"once, then .venv/bin/python scripts/{program()}.py")
+    return matplotlib.pyplot
+
+
 def smooth(values, weight=0.9):
     """Exponential mean, corrected for its start."""
     smoothed, mean = [], 0.0

@@ -117,6 +117,26 @@ def test_pictures(runs):
         assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size > 20000
 
 
+@pytest.mark.parametrize("name, page", [("plot.py", False), ("report.py", True)])
+def test_without_matplotlib(runs, tmp_path, monkeypatch, name, page):
+    """One sentence that says what to run; the page, which needs no picture, is written before."""
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('No module named matplotlib')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    out = tmp_path / "out"
+    out.mkdir()
+    run = tool(name, runs / "real", "-o", out if page else out / "loss.png", ok=False)
+    assert run.stderr.count("\n") == 1 and f"then .venv/bin/python scripts/{name}" in run.stderr
+    assert (out / "report.html").exists() == page
+
+
+def test_smoothing_has_no_bias():
+    """Of equal values it is that value, from the first on."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import runlog
+    assert runlog.smooth([3.0] * 40) == pytest.approx([3.0] * 40, rel=1e-12)
+    assert runlog.smooth([1.0, 2.0], 0.5) == pytest.approx([1.0, 5 / 3])
+
+
 def test_what_is_no_run(runs, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad").mkdir()
