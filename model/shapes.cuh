@@ -167,32 +167,47 @@ static void gpt2_read(Config* c, const cJSON* j, const char* path)
         ENSURE(!json_bool_or(j, key, false, path), "%s: %s true is not there yet", path, key);
 }
 
-/* transformers 5 writes "rope_parameters" with the base in it; before that "rope_theta", and "rope_scaling" or null.
- * A file may have all of them: for transformers "rope_scaling" replaces "rope_parameters" unless it is empty. */
-static void read_rope(RopeConfig* r, const cJSON* j, const char* path)
+/* An object that says something: null and {} do not. */
+static bool rope_has(const cJSON* j, const char* key, const char* path)
 {
+    return json_has(j, key) && json_object(j, key, path)->child != nullptr;
+}
+
+/* As transformers 5 reads it: "rope_scaling" of its older files wins over "rope_parameters", and the base is that of
+ * the object which is taken, else the one beside it. */
+static void read_rope(Config* c, const cJSON* j, const char* path)
+{
+    RopeConfig* r = &c->rope;
     r->theta = json_float_or(j, "rope_theta", r->theta, 1, 1e12, path);
-    const cJSON* scaling = json_get(j, "rope_scaling");
-    const bool scales = json_has(j, "rope_scaling") && !(cJSON_IsObject(scaling) && scaling->child == nullptr);
-    const char* key = scales ? "rope_scaling" : "rope_parameters";
-    if (!json_has(j, key)) return;
-    const cJSON *p = json_object(j, key, path), *value;
+    const bool has_scaling = rope_has(j, "rope_scaling", path), has_parameters = rope_has(j, "rope_parameters", path);
+    const char* key = has_scaling ? "rope_scaling" : "rope_parameters";
+    const cJSON* p = has_scaling || has_parameters ? json_object(j, key, path) : nullptr;
+    const double partial = json_float_or(p, "partial_rotary_factor",
+                                         json_float_or(j, "partial_rotary_factor", 1, 0, 1, path), 0, 1, path);
+    if (p != nullptr) r->theta = json_float_or(p, "rope_theta", r->theta, 1, 1e12, path);
+    if (has_scaling && has_parameters)
+        config_note(c, "config  %s: rope_scaling wins over rope_parameters, as in transformers: base %g\n", path,
+                    r->theta);
+    if (partial != 1)
+        config_note(c, "config  %s: partial_rotary_factor is ignored, as in transformers' %s\n", path,
+                    c->family->architecture);
+    const cJSON* value;
     cJSON_ArrayForEach(value, p)
         ENSURE(!cJSON_IsObject(value), "%s: %s: parameters for \"%s\" alone are not there yet", path, key,
                value->string);
-    r->theta = json_float_or(p, "rope_theta", r->theta, 1, 1e12, path);
-    ENSURE(json_float_or(p, "partial_rotary_factor", 1, 0, 1, path) == 1,
-           "%s: %s: partial_rotary_factor other than 1 is not there yet", path, key);
+    if (p == nullptr) return;
     const char* type = json_string_or(p, "rope_type", json_string_or(p, "type", "default", path), path);
     if (strcmp(type, "default") == 0) return;
     if (strcmp(type, "linear") == 0) r->scaling = RopeScaling::LINEAR;
     else if (strcmp(type, "llama3") == 0) r->scaling = RopeScaling::LLAMA3;
     else die("%s: %s is of type \"%s\", have default, linear and llama3", path, key, type);
+    ENSURE(partial == 1, "%s: partial_rotary_factor %g with %s of type \"%s\" is not there, nor in transformers", path,
+           partial, key, type);
     r->factor = json_float(p, "factor", 1, 1e6, path);
     if (r->scaling == RopeScaling::LINEAR) return;
     r->low_freq_factor = json_float(p, "low_freq_factor", 1e-6, 1e6, path);
     r->high_freq_factor = json_float(p, "high_freq_factor", 1e-6, 1e6, path);
-    r->context = (double)json_int(p, "original_max_position_embeddings", 1, 1 << 24, path);
+    r->context = (double)json_int_or(p, "original_max_position_embeddings", c->context, 1, 1 << 24, path);
     ENSURE(r->high_freq_factor > r->low_freq_factor, "%s: %s: high_freq_factor %g is not above low_freq_factor %g",
            path, key, r->high_freq_factor, r->low_freq_factor);
 }
@@ -226,7 +241,7 @@ static void read_llama_keys(Config* c, const cJSON* j, const char* path)
     c->eps = json_float_or(j, "rms_norm_eps", c->eps, 0, 1, path);
     c->tied = json_bool_or(j, "tie_word_embeddings", c->tied, path);
     read_activation(c, j, "hidden_act", path);
-    read_rope(&c->rope, j, path);
+    read_rope(c, j, path);
 }
 
 /* Each layer has the window. */
@@ -488,7 +503,8 @@ static void config_write_preset(const Config* c, const char* path, const char* t
 
 /* The config as config.json, true of the weights beside it. What was read is written byte for byte but for the type of
  * the weights (transformers would round to it), a quantization that they do not have, code that is not copied, the
- * class of the weights' names, and GPT-2's n_ctx, which llama.cpp needs. dtype is fp32, bf16 or fp16. */
+ * class of the weights' names, a tie that the head does not have, and GPT-2's n_ctx, which llama.cpp needs. dtype
+ * is fp32, bf16 or fp16. */
 static void config_write(const Config* c, const char* path, const char* dtype)
 {
     const char* torch_dtype = strcmp(dtype, "bf16") == 0 ? "bfloat16" : strcmp(dtype, "fp16") == 0 ? "float16"
@@ -505,13 +521,16 @@ static void config_write(const Config* c, const char* path, const char* dtype)
     const cJSON* first = cJSON_GetArrayItem(json_get(j, "architectures"), 0);
     const char* says = cJSON_IsString(first) ? first->valuestring : "";
     const bool same = strcmp(says, c->family->architecture) == 0;
+    const bool ties = config_family(c->family->model_type, path).tied;
+    const bool unties = !c->tied && json_bool_or(j, "tie_word_embeddings", ties, path);
     cJSON_Delete(j);
     int num_edits = 5;
-    JsonEdit edits[7] = {
+    JsonEdit edits[8] = {
         {"dtype", quoted, false}, {"torch_dtype", quoted, false}, {"quantization_config", nullptr, false},
         {"compression_config", nullptr, false}, {"auto_map", nullptr, false},
     };
     if (c->family->context_key != nullptr) edits[num_edits++] = JsonEdit{c->family->context_key, context, true};
+    if (unties) edits[num_edits++] = JsonEdit{"tie_word_embeddings", "false", true};
     if (!same) edits[num_edits++] = JsonEdit{"architectures", architectures, true};
     JsonText t = {nullptr, 0, 0};
     json_text_edit(&t, c->hf_text, edits, num_edits);

@@ -185,6 +185,11 @@ static void choose_model(Run* run, const char* name, int data_V)
     ENSURE(path_exists(name, "config.json", path), "-m %s is neither a preset (%s) nor a folder with config.json",
            name, presets);
     config_read(c, path);
+    if (!c->tied || run->flags->from_scratch || path_exists(name, "state.json", path)) return;
+    if (!weights_have_own_head(&run->comm, name, c->family->tensors[0].name)) return;
+    c->tied = false;
+    config_note(c, "config  %s: tie_word_embeddings is true, but lm_head.weight is not the embedding: they are kept "
+                "apart, as in transformers\n", name);
 }
 
 static bool folder_has_split(const char* folder, const char* split)

@@ -2,11 +2,10 @@
 import json
 import re
 
-import numpy as np
 import pytest
 
 import init
-from util import ROOT, llama_config, model_write, shard_write, train_gpt
+from util import ROOT, gpt2_config, llama_config, model_write, safetensors_read, shard_write, train_gpt
 
 CLASSES = json.loads((ROOT / "test" / "golden" / "class_defaults.json").read_text())["classes"]
 V, C, T = 61, 16, 8
@@ -81,3 +80,46 @@ def test_window(tmp_path, config, window):
     if longer:
         run = train_gpt("-m", model, "--plan", "-b", 1, "-t", longer, "--gpu", "h100", ok=False)
         assert run.code == 1 and f"attention window of {window} (sliding_window" in run.err
+
+
+LINEAR, BASE = {"rope_type": "linear", "factor": 2.0}, {"rope_type": "default", "rope_theta": 1e6}
+LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("wild,plain,said", [
+    ({"rope_theta": 5e5, "rope_parameters": BASE, "rope_scaling": LINEAR},
+     {"rope_parameters": {**LINEAR, "rope_theta": 5e5}}, "rope_scaling wins"),
+    ({"rope_parameters": BASE, "rope_scaling": LINEAR}, {"rope_parameters": {**LINEAR, "rope_theta": 1e4}},
+     "base 10000"),
+    ({"rope_parameters": BASE, "rope_scaling": {}}, {"rope_theta": 1e6}, None),
+    ({"rope_theta": 5e5, "rope_parameters": BASE}, {"rope_theta": 1e6}, None),
+    ({"rope_scaling": LLAMA3}, {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": T}}, None),
+    ({"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor is ignored"),
+    ({"rope_parameters": {**BASE, "partial_rotary_factor": 0.5}}, {"rope_theta": 1e6}, "partial_rotary_factor")])
+def test_rope_of_transformers(tmp_path, wild, plain, said):
+    """Which of two spellings transformers 5.24 takes (its inv_freq were looked at): the same bits as the one alone."""
+    config = llama_config(V, C, T)
+    del config["rope_theta"]
+    out, ours = losses(tmp_path, folder(tmp_path / "wild", {**config, **wild}), "--from-scratch")
+    _, theirs = losses(tmp_path, folder(tmp_path / "plain", {**config, **plain}), "--from-scratch")
+    assert ours == theirs and ("\nconfig " in out.out) == (said is not None) and (said or "") in out.out
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("head", ["other", "same"])
+def test_head_of_its_own(tmp_path, family, head):
+    """tie_word_embeddings true with another head in the file: kept apart and said; a copy is left out, in silence."""
+    config = (gpt2_config if family == "gpt2" else llama_config)(V, C, T, tie_word_embeddings=True)
+    shapes = (init.gpt2_shapes if family == "gpt2" else init.llama_shapes)({**config, "tie_word_embeddings": True})
+    tensors = init.random_weights(shapes, 1, 0.1)
+    embedding = "transformer.wte.weight" if family == "gpt2" else "model.embed_tokens.weight"
+    tied = losses(tmp_path, model_write(tmp_path / "tied", config, tensors))[1]
+    tensors["lm_head.weight"] = tensors[embedding] * (2 if head == "other" else 1)
+    untied = losses(tmp_path, model_write(tmp_path / "untied", {**config, "tie_word_embeddings": False}, tensors))[1]
+    model = model_write(tmp_path / "model", config, tensors)
+    run, ours = losses(tmp_path, model)
+    assert ours == (untied if head == "other" else tied) and ours != (tied if head == "other" else untied)
+    assert ("kept apart" in run.out) == (head == "other")
+    saved = run.checkpoint(2)
+    assert json.loads((saved / "config.json").read_text())["tie_word_embeddings"] == (head == "same")
+    assert ("lm_head.weight" in safetensors_read(saved / "model.safetensors")) == (head == "other")

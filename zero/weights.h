@@ -58,6 +58,38 @@ static bool weight_is_ignored(const char* name, bool tied)
     return tied && strcmp(name, "lm_head.weight") == 0;
 }
 
+/* Do two tensors of a folder have the same values? */
+static bool tensors_are_equal(const SafeTensors* files, const SafeTensor* a, const SafeTensor* b)
+{
+    float x[4096], y[4096];
+    bool equal = a->num_elems == b->num_elems;
+    for (size_t done = 0, n; equal && done < a->num_elems; done += n) {
+        n = a->num_elems - done < 4096 ? a->num_elems - done : 4096;
+        safetensors_read_f32(files, a, done, n, x);
+        safetensors_read_f32(files, b, done, n, y);
+        equal = memcmp(x, y, n * sizeof *x) == 0;
+    }
+    return equal;
+}
+
+/* Has a folder whose config.json ties the head to the embedding a head that is another matrix? Rank 0 looks. A copy of
+ * the embedding, as PyTorch's files have it, is none. */
+static bool weights_have_own_head(const Comm* c, const char* folder, const char* embedding)
+{
+    char file[4200], index[4220];
+    snprintf(file, sizeof file, "%s/model.safetensors", folder);
+    snprintf(index, sizeof index, "%s.index.json", file);
+    bool own = false;
+    if (c->rank == 0 && (file_exists(file) || file_exists(index))) {
+        SafeTensors* files = safetensors_open(folder);
+        const SafeTensor *head = find_weight(files, "lm_head.weight"), *wte = find_weight(files, embedding);
+        own = head != nullptr && wte != nullptr && !tensors_are_equal(files, head, wte);
+        safetensors_close(files);
+    }
+    comm_broadcast_host(c, &own, sizeof own);
+    return own;
+}
+
 /* Checksum of elements first, first + 1, ... of a tensor: the sum of a hash of index and bits of each, so that the sum
  * over parts does not depend on how the tensor is cut. */
 static uint64_t tensor_sum(const float* values, size_t first, size_t count)
