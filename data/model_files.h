@@ -4,6 +4,7 @@
  *   model_files_add(files, folder, of)   reads a folder's; a name that is there already is replaced
  *   model_files_put(files, name, path)   reads one file
  *   model_files_write(files, folder)     writes all; what is the same already is not written
+ *   folder_foreign(folder)               what other weights it has and how to convert them, or null
  * They are held in memory, since the source may be gone by the time that a checkpoint is written. */
 #pragma once
 #include <fnmatch.h>
@@ -31,6 +32,25 @@ static const struct { FilesOf of; const char* pattern; } kept_files[] = {
 };
 static const char* const never_kept[] = {"*.py", "*.bin", "*.safetensors", "*.index.json", "*.tmp", ".*"};
 
+/* Weights that are not read. */
+static const struct { const char *pattern, *advice; } foreign_files[] = {
+    {"adapter_config.json", "an adapter of PEFT, not a model: merge it into its base with "
+     "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(OUT)"},
+    {"global_step*", "a checkpoint of DeepSpeed: its zero_to_fp32.py FOLDER OUT --safe_serialization makes "
+     "model.safetensors, to be put beside config.json"},
+    {"mp_rank_*", "a part of a checkpoint of DeepSpeed: zero_to_fp32.py of the folder above, with "
+     "--safe_serialization, makes model.safetensors, to be put beside config.json"},
+    {"latest_checkpointed_iteration.txt", "a checkpoint of Megatron: convert it with Megatron Bridge, "
+     "AutoBridge.export_ckpt"},
+    {"*.distcp", "a checkpoint of torch.distributed, as Megatron's torch_dist: convert it with Megatron Bridge, "
+     "AutoBridge.export_ckpt"},
+    {"pytorch_model*.bin", "weights of PyTorch (.bin): convert them with "
+     "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"},
+    {"*.gguf", "weights for llama.cpp (.gguf): take the folder they were made from, or convert them with "
+     "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(OUT)"},
+    {"*-of-*.safetensors", "shards without model.safetensors.index.json, which says what is where: fetch it too"},
+};
+
 typedef struct { char *name, *data; size_t num_bytes; } ModelFile;
 
 typedef struct {
@@ -56,6 +76,18 @@ static inline void model_files_put(ModelFiles* m, const char* name, const char* 
 static inline bool name_matches(const char* name, const char* pattern)
 {
     return fnmatch(pattern, name, FNM_CASEFOLD) == 0;
+}
+
+static inline const char* folder_foreign(const char* folder)
+{
+    const size_t num_rows = sizeof foreign_files / sizeof *foreign_files;
+    size_t found = num_rows;
+    DIR* dir = folder_open(folder);
+    if (dir == nullptr) return nullptr;
+    for (const char* name; (name = folder_next(dir, folder)) != nullptr; )
+        for (size_t i = 0; i < found; i++) if (name_matches(name, foreign_files[i].pattern)) found = i;
+    folder_close(dir);
+    return found < num_rows ? foreign_files[found].advice : nullptr;
 }
 
 /* of: a FilesOf, or both. */

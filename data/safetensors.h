@@ -303,6 +303,27 @@ static inline void safe_read_index_files(SafeTensors* st, const cJSON* weight_ma
     }
 }
 
+/* Of a tensor that several files have, the copies that are not where the index says are left out: an overlay file takes
+ * the place of a part of a shard. */
+static inline void safe_drop_stale(SafeTensors* st, const cJSON* weight_map)
+{
+    qsort(st->tensors, st->num_tensors, sizeof *st->tensors, safe_name_compare);
+    size_t num_kept = 0;
+    bool as_before = false;
+    for (size_t i = 0; i < st->num_tensors; i++) {
+        const SafeTensor t = st->tensors[i];
+        const bool as_next = i + 1 < st->num_tensors && strcmp(t.name, st->tensors[i + 1].name) == 0;
+        const cJSON* of = as_before || as_next ? json_get(weight_map, t.name) : nullptr;
+        const char* path = st->files[t.file_idx].path;
+        const char* slash = strrchr(path, '/');
+        as_before = as_next;
+        if (of == nullptr || strcmp(slash != nullptr ? slash + 1 : path, of->valuestring) == 0)
+            st->tensors[num_kept++] = t;
+        else free((char*)t.name);
+    }
+    st->num_tensors = num_kept;
+}
+
 static inline void safe_sort_and_check_names(SafeTensors* st)
 {
     qsort(st->tensors, st->num_tensors, sizeof *st->tensors, safe_name_compare);
@@ -349,6 +370,7 @@ static inline SafeTensors* safetensors_open(const char* path)
     const cJSON* weight_map = json_object(root, "weight_map", index);
     ENSURE(weight_map->child != nullptr, "%s: \"weight_map\" names no tensor", index);
     safe_read_index_files(st, weight_map, index);
+    safe_drop_stale(st, weight_map);
     safe_sort_and_check_names(st);
     safe_check_index(st, weight_map, index);
     cJSON_Delete(root);

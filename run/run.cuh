@@ -182,6 +182,8 @@ static void choose_model(Run* run, const char* name, int data_V)
     char path[4096], presets[512];
     if (config_preset(c, name, data_V, (int)run->flags->seq_len)) return;
     preset_names(presets);
+    const char* foreign = path_exists(name, "config.json", path) ? nullptr : folder_foreign(name);
+    ENSURE(foreign == nullptr, "-m %s has no config.json but %s", name, foreign);
     ENSURE(path_exists(name, "config.json", path), "-m %s is neither a preset (%s) nor a folder with config.json",
            name, presets);
     config_read(c, path);

@@ -5,7 +5,8 @@ import re
 import pytest
 
 import init
-from util import ROOT, gpt2_config, llama_config, model_write, safetensors_read, shard_write, train_gpt
+from util import (ROOT, gpt2_config, llama_config, model_write, safetensors_read, safetensors_write, shard_write,
+                  train_gpt)
 
 CLASSES = json.loads((ROOT / "test" / "golden" / "class_defaults.json").read_text())["classes"]
 V, C, T = 61, 16, 8
@@ -123,3 +124,53 @@ def test_head_of_its_own(tmp_path, family, head):
     saved = run.checkpoint(2)
     assert json.loads((saved / "config.json").read_text())["tie_word_embeddings"] == (head == "same")
     assert ("lm_head.weight" in safetensors_read(saved / "model.safetensors")) == (head == "other")
+
+
+def tiny(tmp_path, **more):
+    config = llama_config(V, C, T, **more)
+    return config, init.random_weights(init.llama_shapes(config), 1, 0.1)
+
+
+def test_index_is_the_authority(tmp_path):
+    """A stale copy in another shard is left out; a tensor that is not where the index says is refused."""
+    config, tensors = tiny(tmp_path)
+    plain = losses(tmp_path, model_write(tmp_path / "plain", config, tensors))[1]
+    model = folder(tmp_path / "overlay", config)
+    first, overlay = "model-00001-of-00002.safetensors", "model-overlay.safetensors"
+    safetensors_write(model / first, {**tensors, "lm_head.weight": tensors["lm_head.weight"] + 7})
+    safetensors_write(model / overlay, {"lm_head.weight": tensors["lm_head.weight"]})
+    weight_map = {**{name: first for name in tensors}, "lm_head.weight": overlay}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert losses(tmp_path, model)[1] == plain
+    weight_map["model.norm.weight"] = overlay
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    run = train_gpt("-m", model, "--export", tmp_path / "x", ok=False)
+    assert run.code == 1 and "the files belong to different models" in run.err
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
+def test_prefix(tmp_path, prefix):
+    """Of all names it is stripped; of some it is refused by the name."""
+    config, tensors = tiny(tmp_path)
+    plain = losses(tmp_path, model_write(tmp_path / "plain", config, tensors))[1]
+    wrapped = {prefix + name: x for name, x in tensors.items()}
+    assert losses(tmp_path, model_write(tmp_path / "wrapped", config, wrapped))[1] == plain
+    some = {(prefix if name == "model.norm.weight" else "") + name: x for name, x in tensors.items()}
+    run = train_gpt("-m", model_write(tmp_path / "some", config, some), "--export", tmp_path / "x", ok=False)
+    assert run.code == 1 and "has no tensor model.norm.weight" in run.err
+
+
+@pytest.mark.parametrize("name,advice", [
+    ("pytorch_model.bin", "save_pretrained"), ("pytorch_model-00001-of-00002.bin", "save_pretrained"),
+    ("model.Q4_K_M.gguf", "gguf_file"), ("adapter_config.json", "merge_and_unload"),
+    ("model-00001-of-00002.safetensors", "without model.safetensors.index.json"),
+    ("global_step100", "zero_to_fp32.py"), ("mp_rank_00_model_states.pt", "zero_to_fp32.py"),
+    ("__0_0.distcp", "Megatron Bridge"), ("latest_checkpointed_iteration.txt", "Megatron Bridge")])
+@pytest.mark.parametrize("has_config", [True, False])
+def test_what_is_there_is_named(tmp_path, name, advice, has_config):
+    model = folder(tmp_path / "model", llama_config(V, C, T))
+    (model / name).write_bytes(b"?")
+    if not has_config:
+        (model / "config.json").unlink()
+    run = train_gpt("-m", model, "--export", tmp_path / "x", ok=False)
+    assert run.code == 1 and advice in run.err and str(model) in run.err and len(run.err.splitlines()) == 1

@@ -5,12 +5,47 @@
  * that not all ranks see is read by rank 0, which sends it to the others. Not handled: an export to such a folder. */
 #pragma once
 #include "data/files.h"
+#include "data/model_files.h"
 #include "data/safetensors.h"
 #include "stages.h"
 
 static const size_t MAX_FILE_BYTES = 5000000000;   // larger files are split
 
 // ------------------------------------------------------------------------------------------------------------ read
+/* Names without the prefix of what held the model when it was saved, if all have it. */
+static void strip_prefix(SafeTensors* files)
+{
+    for (const char* prefix : {"_orig_mod.", "module.", "base_model.model."}) {
+        const size_t n = strlen(prefix);
+        bool all = files->num_tensors > 0;
+        for (size_t i = 0; i < files->num_tensors; i++) all = all && strncmp(files->tensors[i].name, prefix, n) == 0;
+        if (!all) continue;
+        for (size_t i = 0; i < files->num_tensors; i++) {
+            char* name = (char*)files->tensors[i].name;
+            memmove(name, name + n, strlen(name + n) + 1);
+        }
+        return;
+    }
+}
+
+static bool has_weights(const char* folder)
+{
+    char file[4200], index[4220];
+    snprintf(file, sizeof file, "%s/model.safetensors", folder);
+    snprintf(index, sizeof index, "%s.index.json", file);
+    return file_exists(file) || file_exists(index);
+}
+
+/* A folder's, as safetensors_open: what else is there is named. */
+static SafeTensors* weights_open(const char* folder)
+{
+    const char* foreign = has_weights(folder) ? nullptr : folder_foreign(folder);
+    ENSURE(foreign == nullptr, "%s: has no model.safetensors but %s", folder, foreign);
+    SafeTensors* files = safetensors_open(folder);
+    strip_prefix(files);
+    return files;
+}
+
 /* A tensor by HF name, with or without the prefix `transformer.` or `model.`: files of the base model have none. */
 static const SafeTensor* find_weight(const SafeTensors* files, const char* name)
 {
@@ -76,12 +111,9 @@ static bool tensors_are_equal(const SafeTensors* files, const SafeTensor* a, con
  * the embedding, as PyTorch's files have it, is none. */
 static bool weights_have_own_head(const Comm* c, const char* folder, const char* embedding)
 {
-    char file[4200], index[4220];
-    snprintf(file, sizeof file, "%s/model.safetensors", folder);
-    snprintf(index, sizeof index, "%s.index.json", file);
     bool own = false;
-    if (c->rank == 0 && (file_exists(file) || file_exists(index))) {
-        SafeTensors* files = safetensors_open(folder);
+    if (c->rank == 0 && has_weights(folder)) {
+        SafeTensors* files = weights_open(folder);
         const SafeTensor *head = find_weight(files, "lm_head.weight"), *wte = find_weight(files, embedding);
         own = head != nullptr && wte != nullptr && !tensors_are_equal(files, head, wte);
         safetensors_close(files);
@@ -224,7 +256,7 @@ static size_t weights_read(Zero* z, const char* folder, bool tied, bool shared, 
 {
     const Shard* s = z->shard;
     const bool reads = shared || z->comm->rank == 0;
-    SafeTensors* files = reads ? safetensors_open(folder) : nullptr;
+    SafeTensors* files = reads ? weights_open(folder) : nullptr;
     z->nonfinite = NonFinite{};
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
