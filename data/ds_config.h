@@ -455,6 +455,7 @@ static void ds_config_read(DsConfig* c, Flags* flags)
     ds_blank_comments(text);
     c->json = json_parse(text, length, c->file);
     free(text);
+    json_refuse_duplicates(c->json, c->file);
     ENSURE(cJSON_IsObject(c->json), "%s: must be a JSON object, is %s", c->file, json_type_name(c->json));
     ds_check_keys(c, c->json, "");
     for (const DsKey& row : ds_keys) {

@@ -3,6 +3,7 @@
  *   cJSON* j = json_parse_file(path);              syntax errors are refused with line and column; cJSON_Delete(j)
  *   cJSON* j = json_parse(text, length, file);     the same for text in memory that a zero byte ends
  *   json_get(j, key)                               the value of an object's key, null without it; keys keep their case
+ *   json_refuse_duplicates(j, file)                an object has a key twice; json_parse_file refuses that too
  *   json_int(j, key, min, max, file)               required; json_float json_string json_bool json_object json_array
  *   json_int_or(j, key, fallback, min, max, file)  optional: missing or null gives the fallback; same for the others
  *   json_add_int(j, key, x) ..._float _string _bool _object _array
@@ -111,13 +112,43 @@ static inline cJSON* json_parse(const char* text, size_t length, const char* fil
                 (int)strcspn(end, "\n") < 24 ? (int)strcspn(end, "\n") : 24, end);
 }
 
-static inline cJSON* json_parse_file(const char* path)
+/* For hold(): a tree that an attempt gives back. */
+static inline void json_delete_held(void* tree) { cJSON_Delete((cJSON*)tree); }
+
+static inline int json_compare_keys(const void* a, const void* b) { return strcmp(*(char**)a, *(char**)b); }
+
+/* Refuses an object that has a key twice, at any depth: which of the two was meant nobody can tell. */
+static inline void json_refuse_duplicates(const cJSON* item, const char* file)
+{
+    size_t n = 0;
+    for (const cJSON* child = item->child; child != nullptr; child = child->next) n++;
+    const char** keys = (const char**)hold(malloc_checked(n * sizeof *keys));
+    n = 0;
+    for (const cJSON* child = item->child; child != nullptr; child = child->next)
+        if (child->string != nullptr) keys[n++] = child->string;
+    qsort(keys, n, sizeof *keys, json_compare_keys);
+    for (size_t i = 1; i < n; i++)
+        ENSURE_INTACT(strcmp(keys[i - 1], keys[i]) != 0, "%s: has the key \"%s\" twice in an object: take one out",
+                      file, keys[i]);
+    give_back(keys);
+    for (const cJSON* child = item->child; child != nullptr; child = child->next) json_refuse_duplicates(child, file);
+}
+
+/* Data and tokenizers: where an object has a key twice, the last one counts, as in Python. */
+static inline cJSON* json_parse_file_of_user(const char* path)
 {
     size_t length;
     char* text = (char*)hold(file_read(path, &length));
     cJSON* root = json_parse(text, length, path);
     give_back(text);
     return root;
+}
+
+static inline cJSON* json_parse_file(const char* path)
+{
+    cJSON* root = (cJSON*)hold(json_parse_file_of_user(path), json_delete_held);
+    json_refuse_duplicates(root, path);
+    return (cJSON*)hand_over(root);
 }
 
 static inline const char* json_type_name(const cJSON* item)
@@ -134,7 +165,10 @@ static inline const char* json_type_name(const cJSON* item)
 
 static inline const cJSON* json_get(const cJSON* object, const char* key)
 {
-    return cJSON_GetObjectItemCaseSensitive(object, key);
+    const cJSON* last = nullptr;
+    for (const cJSON* item = object != nullptr ? object->child : nullptr; item != nullptr; item = item->next)
+        if (item->string != nullptr && strcmp(item->string, key) == 0) last = item;
+    return last;
 }
 
 static inline bool json_has(const cJSON* object, const char* key)
@@ -242,9 +276,6 @@ static inline long long json_int64(const cJSON* object, const char* key, const c
 }
 
 /* ---------------------------------------------------------------- writing */
-
-/* For hold(): a tree that an attempt gives back. */
-static inline void json_delete_held(void* tree) { cJSON_Delete((cJSON*)tree); }
 
 static inline cJSON* json_new_object()
 {

@@ -27,7 +27,7 @@ static inline cJSON* json_beside(const char* file, const char* name)
 {
     char path[4096];
     path_beside(path, file, name);
-    return file_exists(path) ? json_parse_file(path) : json_new_object();
+    return file_exists(path) ? json_parse_file_of_user(path) : json_new_object();
 }
 
 /* Is it vocab.json, with merges.txt beside it? */
@@ -124,7 +124,7 @@ static inline cJSON* pair_added(const cJSON* vocab, const cJSON* config, const c
 
 static inline cJSON* tokenizer_json(const char* file)
 {
-    cJSON* vocab = json_parse_file(file);
+    cJSON* vocab = json_parse_file_of_user(file);
     if (!tokenizer_is_pair(file)) return vocab;
     cJSON *root = json_new_object(), *config = json_beside(file, "tokenizer_config.json");
     ENSURE(pair_is_gpt2(file) && !json_bool_or(config, "add_bos_token", false, file), "%s: with merges.txt only "

@@ -38,6 +38,12 @@ static void test_json()
     CHECK(dies([] { parse("{\"a\": 1,"); }, "ends too early"), "cut behind a comma");
     CHECK(dies([] { parse(""); }, "ends too early"), "empty");
     CHECK(dies([] { parse("{} x"); }, "column 4"), "garbage after the end");
+    const char* twice = "{\"o\": {\"a\": 1, \"b\": 2, \"a\": 3}}";
+    file_write(in_folder("twice.json"), twice, strlen(twice));
+    CHECK(dies([] { json_parse_file(in_folder("twice.json")); }, "has the key \"a\" twice in an object"), "twice");
+    cJSON* user = json_parse_file_of_user(in_folder("twice.json"));
+    CHECK(json_int(json_get(user, "o"), "a", 0, 9, "x") == 3, "of a user's file the last one counts");
+    cJSON_Delete(user);
     CHECK(dies([] { json_parse("{}\0x", 4, "x.json"); }, "zero byte at byte 2"), "zero byte");
     CHECK(survives([] {
         JsonText deep = {nullptr, 0, 0};
