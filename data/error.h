@@ -41,6 +41,40 @@ static inline const char* rank_text(char (&text)[96])
     return text;
 }
 
+/* As a terminal may have it: control characters, which names and values in files may hold, as \x1b. Lines and tabs
+ * stay. */
+static inline void text_for_terminal(const char* text, char* out, size_t room)
+{
+    size_t n = 0;
+    for (const unsigned char* c = (const unsigned char*)text; *c != 0 && n + 9 < room; c++) {
+        const bool is_c1 = c[0] == 0xc2 && c[1] >= 0x80 && c[1] < 0xa0;          // U+0080 to U+009f in UTF-8
+        if (is_c1) n += (size_t)snprintf(out + n, room - n, "\\x%02x", *++c);
+        else if ((*c < 0x20 && *c != '\n' && *c != '\t') || *c == 0x7f)
+            n += (size_t)snprintf(out + n, room - n, "\\x%02x", *c);
+        else out[n++] = (char)*c;
+    }
+    out[n] = 0;
+}
+
+/* printf for lines that may have text of files in them. */
+FORMAT(1, 2) static inline void say(const char* fmt, ...)
+{
+    char *text = nullptr, *shown;
+    va_list args;
+    va_start(args, fmt);
+    const int length = vasprintf(&text, fmt, args);
+    va_end(args);
+    if (length < 0) return;
+    const size_t room = 4 * (size_t)length + 16;
+    if ((shown = (char*)malloc(room)) != nullptr) {
+        text_for_terminal(text, shown, room);
+        fputs(shown, stdout);
+    }
+    free(shown);
+    free(text);
+    fflush(stdout);
+}
+
 /* A bad file is seen by all ranks at once: then rank 0 speaks for all. A rank that refuses alone speaks for itself,
  * two seconds later. A sentence that begins with a rank is about that one, whoever prints it (comm_outcome). */
 [[noreturn]] static inline void die_exit(int exit_code, const char* where, const char* fmt, va_list args)
@@ -52,8 +86,9 @@ static inline const char* rank_text(char (&text)[96])
     bool together = die_together != nullptr && die_together();
     if (die_together == nullptr && die_rank != 0) usleep(2000 * 1000);
     fflush(stdout);
-    char why[4096], rank[96];
-    vsnprintf(why, sizeof why, fmt, args);
+    char said[4096], why[4 * sizeof said + 16], rank[96];
+    vsnprintf(said, sizeof said, fmt, args);
+    text_for_terminal(said, why, sizeof why);
     bool says_rank = die_num_ranks > 1 && strncmp(why, "rank ", 5) != 0;
     bool speaks = together ? die_rank == 0 : die_is_said == nullptr || !die_is_said();
     if (speaks)                                      // one write: lines of several ranks do not mix

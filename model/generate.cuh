@@ -294,7 +294,9 @@ static void prompt_write(const Prompt* p, const Model* m, const Generator* g, do
 
 static void print_text(const Generator* g, const char* text, size_t length)
 {
-    fwrite(text, 1, length, stdout);
+    const bool to_terminal = isatty(1) && getenv("OMPI_COMM_WORLD_RANK") == nullptr;
+    if (to_terminal) say("%.*s", (int)length, text);     // a model may say control characters; a file gets all bytes
+    else fwrite(text, 1, length, stdout);
     fflush(stdout);
     if (g->heard != nullptr) json_text_add(g->heard, "%.*s", (int)length, text);
 }

@@ -47,8 +47,11 @@ static void print_flags(const Flags* f)
                                                           "0123456789_-+=.,:/@%")] == 0;
         if (!plain) printf("'");
         for (const char* p = value; *p; p++) {
-            if (*p == '\'') printf("'\\''");
-            else printf("%c", *p);
+            const unsigned char c = (unsigned char)*p;
+            const bool is_c1 = c >= 0x80 && c < 0xa0 && p > value && p[-1] == '\xc2';
+            if (c == '\'') printf("'\\''");
+            else if (c < 0x20 || c == 0x7f || is_c1) printf("'$'\\x%02x''", c);      // no terminal gets it raw
+            else printf("%c", c);
         }
         if (!plain) printf("'");
     }

@@ -91,7 +91,7 @@ static bool launches_wait(void)
 #endif
 }
 
-#define SAY(...) do { if (run->comm.rank == 0) { printf(__VA_ARGS__); fflush(stdout); } } while (0)
+#define SAY(...) do { if (run->comm.rank == 0) say(__VA_ARGS__); } while (0)
 
 // ---------------------------------------------------------------------------------------------------------- set-up
 static bool path_exists(const char* folder, const char* name, char (&path)[4096])

@@ -140,7 +140,7 @@ def memory(log):
 
 def page(logs, charts):
     title = " · ".join(log.name for log in logs)
-    version = html.escape(logs[0].header.get("version", ""))
+    version = html.escape(str(logs[0].header.get("version", "")))
     body = [f"<h1>{html.escape(title)}</h1><p class=soft>train_gpt {version}</p>",
             f'<div class=panel>{summaries(logs)}</div><h2>Curves</h2><div class="grid-of-charts">',
             *(chart.html(f"chart-{i}") for i, chart in enumerate(charts)), "</div>"]
@@ -160,7 +160,8 @@ def page(logs, charts):
 
 
 def samples(log):
-    return "".join(f"<p class=soft>after step {sample['step']}</p><pre>{html.escape(sample['sample'])}</pre>"
+    return "".join(f"<p class=soft>after step {html.escape(str(sample['step']))}</p>"
+                   f"<pre>{html.escape(str(sample['sample']))}</pre>"
                    for sample in log.samples[-3:])
 
 

@@ -1,6 +1,7 @@
 """runlog.py: reads run logs (log.jsonl of a run folder; its format is in data/run_log.h)."""
 import json
 import pathlib
+import re
 import sys
 
 
@@ -18,7 +19,7 @@ class RunLog:
             except json.JSONDecodeError:
                 if line_idx == len(lines) - 1:              # incomplete: the run is writing it, or was killed
                     break
-                sys.exit(f"{program()}: {path}, line {line_idx + 1}: not JSON: {line[:60]!r}")
+                sys.exit(f"{program()}: {plain(path)}, line {line_idx + 1}: not JSON: {line[:60]!r}")
             if not isinstance(entry, dict):
                 continue
             if "run" in entry:
@@ -43,6 +44,11 @@ class RunLog:
         return next((s[key] for s in reversed(self.steps) if s.get(key) is not None), None)
 
 
+def plain(text):
+    """As a terminal may have it: control characters, which names and values in files may hold, as \\x1b."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", str(text))
+
+
 def program():
     return pathlib.Path(sys.argv[0]).stem
 
@@ -52,10 +58,10 @@ def find_log(run):
     if path.is_dir():
         logs = sorted(path.glob("*.jsonl"))
         if len(logs) != 1:
-            sys.exit(f"{program()}: {path} holds {len(logs)} logs (*.jsonl), expected one")
+            sys.exit(f"{program()}: {plain(path)} holds {len(logs)} logs (*.jsonl), expected one")
         path = logs[0]
     if not path.exists():
-        sys.exit(f"{program()}: there is no {path}")
+        sys.exit(f"{program()}: there is no {plain(path)}")
     return path
 
 
@@ -63,7 +69,7 @@ def open_runs(runs, need_loss=True):
     logs = [RunLog(find_log(run)) for run in runs]
     for log in logs:
         if need_loss and not log.series("loss")[0]:
-            sys.exit(f"{program()}: {log.path} holds no step with a loss yet")
+            sys.exit(f"{program()}: {plain(log.path)} holds no step with a loss yet")
     return logs
 
 

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 
-from runlog import duration, median, open_runs, short, smooth
+from runlog import duration, median, open_runs, plain, short, smooth
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -65,7 +65,7 @@ def picture(log, columns, now):
         line += f"  scale {last['loss_scale']:g}"
     skipped = sum(s.get("skipped", 0) for s in log.steps)
     lines.append(line + (f"  {skipped} skipped" if skipped else ""))
-    return [line[:columns] for line in lines]
+    return [plain(line)[:columns] for line in lines]
 
 
 def main():
@@ -80,7 +80,7 @@ def main():
         logs = open_runs(args.runs, need_loss=False)
         lines = []
         for log in logs:
-            lines += picture(log, columns, time.time()) if log.steps else [f"{log.name}   no step yet"]
+            lines += picture(log, columns, time.time()) if log.steps else [plain(f"{log.name}   no step yet")]
         if drawn:
             sys.stdout.write(f"\033[{drawn}A\033[J")
         print("\n".join(lines), flush=True)

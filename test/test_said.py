@@ -1,8 +1,12 @@
 """What is printed at the start and at a resume is so: rates, steps, where a model comes from; files' own control
 characters do not reach a terminal."""
+import json
+import subprocess
+import sys
+
 import init
 import pytest
-from util import gpt2_config, model_write, shard_write, train_gpt
+from util import ROOT, gpt2_config, model_write, shard_write, train_gpt
 
 V, C, T = 61, 16, 16
 
@@ -62,3 +66,61 @@ def test_run_folder_as_model(folder, tmp_path):
     run = train_gpt(*words, "-n", 1, ok=False)
     assert "is a run folder without a checkpoint yet: --from-scratch takes its config.json alone" in run.complaint[0]
     train_gpt(*words, "-n", 1, "--from-scratch")
+
+
+# ---- text of files
+ESCAPE = "\x1b[31m"
+
+
+def test_control_characters(folder, tmp_path):
+    """Of an error, of the start, of watch.py: as \\x1b."""
+    model = tmp_path / f"red{ESCAPE}"
+    model.mkdir()
+    for path in (folder / "model").iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    words = flags(folder)
+    words[1] = model
+    run = train_gpt(*words, "-n", 1, out=tmp_path / f"run{ESCAPE}")
+    assert "model   " in run.out and "red\\x1b[31m: gpt2" in run.out
+    assert ESCAPE not in run.out
+    paste = ["bash", "-c", f"printf '%s\\n' {line(run, 'flags ')[6:]}"]
+    assert f"--model={model}" in subprocess.run(paste, capture_output=True, text=True).stdout.splitlines()
+    watch = subprocess.run([sys.executable, ROOT / "scripts/watch.py", tmp_path / f"run{ESCAPE}", "--once"],
+                           capture_output=True, text=True)
+    assert "run\\x1b[31m" in watch.stdout and ESCAPE not in watch.stdout
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"activation_function": ESCAPE + "gelu\x9b2J"}))
+    run = train_gpt(*words, "-n", 1, ok=False)
+    assert 'is "\\x1b[31mgelu\\x9b2J"' in run.err and ESCAPE not in run.err
+
+
+def test_page_is_escaped(folder, tmp_path):
+    """Every string of a log, and every key of its settings."""
+    bad = "<script>x</script>"
+    log = tmp_path / "log.jsonl"
+    lines = (folder / "run" / "log.jsonl").read_text().splitlines()
+    header = json.loads(lines[0])["run"]
+    header = {key: bad if isinstance(value, str) else value for key, value in header.items()} | {bad: bad}
+    header["memory"] = {bad: {bad: 1.0}}
+    log.write_text("\n".join([json.dumps({"run": header}), *lines[1:], json.dumps({"step": bad, "sample": bad})]))
+    page = subprocess.run([sys.executable, ROOT / "scripts/report.py", log, "-o", tmp_path], capture_output=True,
+                          text=True)
+    assert page.returncode == 0, page.stderr
+    text = (tmp_path / "report.html").read_text()
+    assert bad not in text and text.count("&lt;script&gt;x") > 20
+
+
+@pytest.mark.parametrize("name", ["config.json", "ds.json"])
+def test_key_twice(folder, tmp_path, name):
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in (folder / "model").iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "ds.json").write_text('{"gradient_clipping": 1.0}')
+    path = model / name if name == "config.json" else tmp_path / name
+    key = "n_layer" if name == "config.json" else "gradient_clipping"
+    path.write_text(path.read_text().replace("{", f'{{"{key}": 1, ', 1))
+    words = flags(folder)
+    words[1] = model
+    run = train_gpt(*words, "-n", 1, "--config", tmp_path / "ds.json", ok=False)
+    assert f'{path}: has the key "{key}" twice in an object: take one out' in run.complaint[0]
