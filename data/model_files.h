@@ -78,6 +78,32 @@ static inline bool name_matches(const char* name, const char* pattern)
     return fnmatch(pattern, name, FNM_CASEFOLD) == 0;
 }
 
+/* Is this a name that a model of the Hugging Face hub may have: org/name? */
+static inline bool hub_id(const char* name)
+{
+    const char* slash = strchr(name, '/');
+    return slash != nullptr && slash != name && slash[1] != 0 && strchr(slash + 1, '/') == nullptr &&
+           name[0] != '.' && name[0] != '~';
+}
+
+/* Where `hf download` puts models, and the snapshot of main that it has of this one; false: none. */
+static inline bool hub_snapshot(const char* id, char (&cache)[4096], char (&path)[4096])
+{
+    const char *hub = getenv("HF_HUB_CACHE"), *hf = getenv("HF_HOME"), *home = getenv("HOME");
+    if (hub != nullptr) snprintf(cache, sizeof cache, "%s", hub);
+    else if (hf != nullptr) snprintf(cache, sizeof cache, "%s/hub", hf);
+    else snprintf(cache, sizeof cache, "%s/.cache/huggingface/hub", home != nullptr ? home : "");
+    const int length = (int)(strchr(id, '/') - id);
+    int used = snprintf(path, sizeof path, "%s/models--%.*s--%s/refs/main", cache, length, id, id + length + 1);
+    if (used >= (int)sizeof path || !file_exists(path)) return false;
+    size_t num_bytes;
+    char* commit = file_read(path, &num_bytes);
+    used = snprintf(path, sizeof path, "%s/models--%.*s--%s/snapshots/%.*s", cache, length, id, id + length + 1,
+                    (int)strcspn(commit, " \r\n"), commit);
+    free(commit);
+    return used < (int)sizeof path && file_exists(path);
+}
+
 static inline const char* folder_foreign(const char* folder)
 {
     const size_t num_rows = sizeof foreign_files / sizeof *foreign_files;

@@ -61,7 +61,7 @@ typedef struct Run {
     char resumed_from[4096];       // of --resume auto; empty: new weights
     size_t resumed_step, resumed_applied;   // RunState of that checkpoint
     size_t first_step, first_window;        // where this start began: epochs before it were of other batches, perhaps
-    char model_path[4096];         // the checkpoint that a run folder given as the model stands for
+    char model_path[4096];         // what -m stands for: of a run its checkpoint, of the hub its snapshot
     RunLog log;
     cJSON* products;               // tune.cuh's choices, for run.json; null: none
     int *h_tokens, *h_targets;     // (STEPS_IN_FLIGHT,G,B,T) pinned: a batch never waits for the copy of another
@@ -173,6 +173,16 @@ static void batch_refuse(const Run* run)
     if (B * T > INT_MAX)
         die_usage("-b %lld x -t %lld = %lld tokens in a micro-step, at most %d: lower -b and raise -g", B, T, B * T,
                   INT_MAX);
+}
+
+/* A name of the Hugging Face hub is its snapshot on this machine; anything else stays as it is. */
+static const char* model_of_hub(Run* run, const char* name)
+{
+    char cache[4096];
+    if (file_exists(name) || !hub_id(name)) return name;
+    ENSURE(hub_snapshot(name, cache, run->model_path), "-m %s is no folder, and as a model of the Hugging Face hub not "
+           "in %s: fetch it with: hf download %s", name, cache, name);
+    return run->model_path;
 }
 
 /* The shape of the model, from a preset or a folder with config.json. */

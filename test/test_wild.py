@@ -174,3 +174,21 @@ def test_what_is_there_is_named(tmp_path, name, advice, has_config):
         (model / "config.json").unlink()
     run = train_gpt("-m", model, "--export", tmp_path / "x", ok=False)
     assert run.code == 1 and advice in run.err and str(model) in run.err and len(run.err.splitlines()) == 1
+
+
+def test_hub_id(tmp_path):
+    """Of what `hf download` has fetched, links included; else the command."""
+    config, tensors = tiny(tmp_path)
+    repo = tmp_path / "hub" / "models--org--name"
+    blobs = model_write(repo / "blobs", config, tensors)
+    snapshot = repo / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0123abcd")
+    train_gpt("-m", "org/name", "--export", tmp_path / "x", HF_HOME=str(tmp_path))
+    ours = safetensors_read(tmp_path / "x" / "model.safetensors")
+    assert all((ours[name] == x).all() for name, x in tensors.items())
+    run = train_gpt("-m", "org/other", "--export", tmp_path / "y", HF_HOME=str(tmp_path), ok=False)
+    assert run.code == 1 and "hf download org/other" in run.err and len(run.err.splitlines()) == 1
