@@ -137,7 +137,7 @@ def test_commands(place, page):
         assert kind == "sh" or not re.match(r"\./|mpirun|scripts/|make\b", block), f"fence it as sh: {block}"
         for line in block.splitlines() if kind == "sh" else []:
             command = line.split(" # ")[0].strip()
-            if re.match(r"scripts/(test|quickstart|setup|fuzz|bench)\.sh|dev/bench_cpu\.sh", command):
+            if re.match(r"scripts/(test|quickstart|setup|fuzz|bench|gpu_check)\.sh|dev/bench_cpu\.sh", command):
                 run(place, f"bash -n {command.split()[0]}")         # whole suites; CI and test_quickstart run them
             elif match := re.match(r"build/cpu/test_ops\.fp32 (\w+)$", command):
                 assert any(f'{{"{match[1]}' in file.read_text() for file in (ROOT / "kernels").glob("*.*h")), command
