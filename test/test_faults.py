@@ -636,8 +636,8 @@ def test_export_past_the_limit_on_file_sizes(folder):
 # ---- memory ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ranks,stage", [(1, 0), (2, 3)])
 def test_memory_stays(folder, ranks, stage):
-    """A thousand steps with saves and validations: the memory of step 400 is that of step 1000. Threads of the first save,
-    at step 250, leave a heap of theirs."""
+    """A thousand steps with saves and validations: the memory of step 400 is that of step 1000. Threads of the first
+    save, at step 250, leave a heap of theirs."""
     args = flags(folder, "-n", 1000, "-z", stage, "--eval-every", 250, "--eval-batches", 20, "--save-every", 250)
     mib = train_gpt(*args, ranks=ranks, out=folder / "run", **ONE_THREAD).series("host_mib")
     assert len(mib) == 1000 and max(mib[400:]) - mib[399] < 0.1, (mib[399], max(mib[400:]))
