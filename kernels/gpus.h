@@ -25,6 +25,8 @@ typedef struct {
 } GpuRow;
 
 static const GpuRow gpu_rows[] = {
+    {"GB300", 103, 148, 2.062, 2500, 80, 8000, 900, 256, 100, 288, 0.72},
+    {"B300", 103, 148, 1.856, 2250, 75, 8000, 900, 128, 100, 288, 0.72},
     {"GB200", 100, 148, 2.062, 2500, 80, 8000, 900, 256, 50, 186, 0.72},
     {"B200", 100, 148, 1.856, 2250, 75, 8000, 900, 64, 50, 180, 0.72},
     {"GH200", 90, 132, 1.83, 989.4, 67, 4900, 450, 256, 50, 144, 0.75},
@@ -52,6 +54,7 @@ static const GpuRow gpu_rows[] = {
     {"RTX 4080", 89, 76, 2.505, 97.5, 48.7, 717, 32, 32, 1.25, 16, 0.9},
     {"RTX 4090", 89, 128, 2.52, 165.2, 82.6, 1008, 32, 32, 1.25, 24, 0.9},
     {"RTX 5090", 120, 170, 2.407, 209.5, 104.8, 1792, 64, 64, 1.25, 32, 0.9},
+    {"RTX PRO 6000", 120, 188, 2.617, 503.8, 126, 1792, 64, 64, 1.25, 96, 0.7},
 };
 
 /* The next word of a name at *at, which moves behind it: letters and digits; empty at the end. SXM4 is SXM. */
@@ -67,11 +70,13 @@ static void gpu_word(const char** at, char (&word)[32])
     if (strncasecmp(word, "SXM", 3) == 0) word[3] = 0;
 }
 
-/* Words that do not tell one GPU from another: the maker's, the socket, the kind of memory (HBM3), its size if it is
- * about the row's (80GB, 144G). Any other word that a row lacks (D, Ti, SUPER, Laptop, MIG, 64GB) makes another GPU. */
+/* Words that do not tell one GPU from another: the maker's, the socket, cooling by air, the edition for workstations,
+ * the kind of memory (HBM3), its size if it is about the row's (80GB, 144G). Any other word that a row lacks (D, Ti,
+ * SUPER, Laptop, MIG, Max-Q, Server, 64GB) makes another GPU. */
 static bool gpu_word_is_neutral(const char* word, double memory_gb)
 {
-    for (const char* neutral : {"NVIDIA", "GeForce", "Tesla", "Quadro", "GPU", "Generation", "PCIe", "SXM"})
+    for (const char* neutral : {"NVIDIA", "GeForce", "Tesla", "Quadro", "GPU", "Generation", "PCIe", "SXM", "AC",
+                                "Blackwell", "Workstation", "Edition"})
         if (strcasecmp(word, neutral) == 0) return true;
     size_t digits = strspn(word, "0123456789");
     bool is_size = digits > 0 && (strcasecmp(word + digits, "GB") == 0 || strcasecmp(word + digits, "G") == 0);
@@ -123,7 +128,7 @@ typedef struct {
 
 static const GpuGeneration gpu_generations[] = {
     {80, 2048, 128, 164, 32}, {86, 1024, 256, 100, 32}, {89, 1024, 256, 100, 32},
-    {90, 4096, 256, 228, 64}, {100, 8192, 256, 228, 64}, {120, 1024, 256, 100, 64},
+    {90, 4096, 256, 228, 64}, {100, 8192, 256, 228, 64}, {103, 8192, 256, 228, 128}, {120, 1024, 256, 100, 64},
 };
 
 /* Between and beyond them the one before. */

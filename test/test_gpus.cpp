@@ -26,6 +26,9 @@ static const struct { const char *name, *row; } names[] = {
     {"NVIDIA GH200 144G HBM3e", "GH200"},
     {"NVIDIA B200", "B200"},
     {"NVIDIA GB200", "GB200"},
+    {"NVIDIA B300 SXM6 AC", "B300"},
+    {"NVIDIA GB300", "GB300"},
+    {"NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"},
     {"NVIDIA GeForce RTX 3090", "RTX 3090"},
     {"NVIDIA GeForce RTX 3090 Ti", "RTX 3090 Ti"},
     {"NVIDIA GeForce RTX 4080", "RTX 4080"},
@@ -40,6 +43,8 @@ static const struct { const char *name, *row; } names[] = {
     {"NVIDIA GeForce RTX 4080 SUPER", nullptr},
     {"NVIDIA RTX 5000 Ada Generation", nullptr},
     {"NVIDIA RTX PRO 6000 Blackwell Server Edition", nullptr},
+    {"NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", nullptr},
+    {"NVIDIA RTX PRO 4000 Blackwell", nullptr},
     {"NVIDIA A100-SXM4-40GB MIG 1g.5gb", nullptr},
     {"NVIDIA A100-SXM-64GB", nullptr},                  // memory of another size is another GPU
     {"NVIDIA H100 64GB HBM2", nullptr},
@@ -64,7 +69,9 @@ static const struct { const char *name, *row; int major, minor, num_sms; double 
     {"NVIDIA GeForce RTX 4090", "RTX 4090", 8, 9, 128, 2.520},
     {"NVIDIA H100 80GB HBM3", "H100", 9, 0, 132, 1.830},
     {"NVIDIA B200", "B200", 10, 0, 148, 1.850},
+    {"NVIDIA B300 SXM6 AC", "B300", 10, 3, 148, 1.850},
     {"NVIDIA GeForce RTX 5090", "RTX 5090", 12, 0, 170, 2.407},
+    {"NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000", 12, 0, 188, 2.617},
 };
 
 static int num_passed, num_failed;
