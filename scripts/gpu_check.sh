@@ -202,7 +202,6 @@ say "gpu_check $(cat "$pack/version")"
 [ -n "$dry" ] || row "machine" 20 clocks
 row "report" 30 report
 precisions="bf16 fp32 fp16" ops=$(test_ops.fp32 --list)
-if [ -n "$dry" ]; then precisions="fp32 bf16" ops="rmsnorm rope step"; fi
 for precision in $precisions; do
     for op in $ops; do
         row "op $precision $op" 20 op_test "$precision" "$op"
