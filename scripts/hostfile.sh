@@ -4,7 +4,7 @@
 # # and // begin a comment; lines may end in CR, or not at all. What is not understood is refused with its line.
 set -uo pipefail
 file=${1:?usage: scripts/hostfile.sh FILE}
-[ -f "$file" ] && [ -r "$file" ] ||
+[ ! -d "$file" ] && [ -r "$file" ] ||
     { echo "$file: cannot be read: a hostfile has lines of \"HOST slots=N\"" >&2; exit 1; }
 awk '
     function refuse(why) {
