@@ -62,7 +62,7 @@ static Ranking ranking_begin(const float* logits, int V, double temperature)
     return r;
 }
 
-/* Brings to the front of c (num) what is before the second best of a few that are looked at; how many these are. Most
+/* Brings to the front of c (num) what is before the second best of a few samples; how many these are. Most
  * often the front alone is asked for, so that a small one is better than half. */
 static int candidates_part(Candidate* c, int num)
 {

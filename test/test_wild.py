@@ -98,7 +98,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_fr
     ({"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor is ignored"),
     ({"rope_parameters": {**BASE, "partial_rotary_factor": 0.5}}, {"rope_theta": 1e6}, "partial_rotary_factor")])
 def test_rope_of_transformers(tmp_path, wild, plain, said):
-    """Which of two spellings transformers 5.24 takes (its inv_freq were looked at): the same bits as the one alone."""
+    """Which of two spellings transformers 5.24 takes (read from its inv_freq): the same bits as the one alone."""
     config = llama_config(V, C, T)
     del config["rope_theta"]
     out, ours = losses(tmp_path, folder(tmp_path / "wild", {**config, **wild}), "--from-scratch")
