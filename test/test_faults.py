@@ -295,7 +295,7 @@ def test_the_host_is_named(folder):
     process = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=60, cwd=folder,
                              env=environment(**ONE_THREAD))
     # Ahead of it may be the line of a rank 0 that the launcher has ended meanwhile.
-    complaints = [line for line in process.stderr.splitlines() if not re.match(r"train_gpt: rank 0 on .* SIGTERM", line)]
+    complaints = [line for line in process.stderr.splitlines() if not re.match("train_gpt: rank 0 on .*SIGTERM", line)]
     assert process.returncode == 1 and complaints[0].startswith("train_gpt: rank 1 on other: data: no file of")
 
 
