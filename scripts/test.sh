@@ -22,16 +22,17 @@ if [ ${#devices[@]} = 0 ]; then
     devices=(cpu emu check cuda)
 fi
 
-passed=0 failed=0 skipped=0
 logs=build/logs
 mkdir -p "$logs"
+rm -f "$logs"/*.counts
 
 # The last "N passed, N failed, N skipped" of a log, in any order and with any of them left out (pytest: errors fail).
 count_of() { grep -oE "[0-9]+ $1" <<< "$2" | tail -n 1 | grep -oE '^[0-9]+' || echo 0; }
 
-# run NAME COMMAND...: a program that prints its counts, or one test if it prints none.
+# run NAME COMMAND...: a program that prints its counts, or one test if it prints none. The counts go to a file, so that
+# what runs in the background counts too.
 run() {
-    local name=$1 log="$logs/$1.log" start=$SECONDS status line p f s
+    local name=$1 log="$logs/$1.log" start=$SECONDS status line p f s text
     shift
     nice -n 5 "$@" > "$log" 2>&1 < /dev/null
     status=$?
@@ -40,18 +41,23 @@ run() {
     f=$((f + $(count_of error "$line")))
     if [ -z "$line" ] && [ $status = 0 ]; then p=1; fi
     if [ $status != 0 ] && [ "$f" = 0 ]; then f=1; fi        # it crashed, or failed without counting
-    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
-    printf '%-28s %5d ok %4d failed %4d skipped  %4d s\n' "$name" "$p" "$f" "$s" $((SECONDS - start))
+    echo "$p $f $s" > "$logs/$name.counts"
+    printf -v text '%-28s %5d ok %4d failed %4d skipped  %4d s' "$name" "$p" "$f" "$s" $((SECONDS - start))
     if [ "$f" != 0 ]; then
-        echo "--- $log (exit $status)"
-        grep -vE '^ok ' "$log" | tail -n 60
-        echo "---"
+        text+=$'\n'"--- $log (exit $status)"$'\n'$(grep -vE '^ok ' "$log" | tail -n 60)$'\n'"---"
     fi
+    echo "$text"
     return "$((f != 0))"
 }
 
+# As run, beside one other: for programs of one thread. `wait` ends the last ones.
+run_beside() {
+    while [ "$(jobs -rp | wc -l)" -ge 2 ]; do wait -n; done
+    run "$@" &
+}
+
 skip() {
-    skipped=$((skipped + 1))
+    echo "0 0 1" > "$logs/$1.counts"
     printf '%-28s skipped: %s\n' "$1" "$2"
 }
 
@@ -72,14 +78,16 @@ run_programs() {
     done
 }
 
-# The CPU build for other instruction sets than this machine's best.
-run_isas() {
+# One precision with sanitizers, and the CPU build for other instruction sets than this machine's best.
+run_variants() {
     local isa
-    run portable-build make DEVICE=cpu ISA="avx512 avx2 sse2" PREC=fp32 BUILD=build/portable build/portable/train_gpt
+    run_beside sanitize-build make DEVICE=cpu SANITIZE=1 PREC=fp32 build/sanitize/train_gpt
+    run_beside portable-build make DEVICE=cpu ISA="avx512 avx2 sse2" PREC=fp32 BUILD=build/portable build/portable/train_gpt
     for isa in avx2 sse2; do
-        run "$isa-build" make DEVICE=cpu ISA=$isa PREC=fp32 BUILD=build/$isa build/$isa/test_ops.fp32 &&
-            run "cpu-test_ops.fp32-$isa" build/$isa/test_ops.fp32
+        run_beside "$isa-build" make DEVICE=cpu ISA=$isa PREC=fp32 BUILD=build/$isa build/$isa/test_ops.fp32
     done
+    wait
+    for isa in avx2 sse2; do run "cpu-test_ops.fp32-$isa" build/$isa/test_ops.fp32; done
 }
 
 # The fallbacks if cuBLASLt refuses an epilogue.
@@ -97,13 +105,14 @@ run_checked() {
     for program in $(make -s DEVICE=emu CHECK=1 list-tests); do
         name=$(basename "$program")
         case $name in
-            test_emu) run "check-$name" "$program" ;;
-            test_nccl) run "check-$name-2" mpirun -np 2 "$program" ;;
+            test_emu) run_beside "check-$name" "$program" ;;
+            test_nccl) run_beside "check-$name-2" mpirun -np 2 "$program" ;;
             test_ops.*)
-                run "check-$name" "$program"
-                run "check-$name-traffic" "$program" --traffic ;;
+                run_beside "check-$name" "$program"
+                run_beside "check-$name-traffic" "$program" --traffic ;;
         esac
     done
+    wait
 }
 
 if ! scripts/setup.sh --tests > "$logs/setup.log" 2>&1; then
@@ -138,8 +147,7 @@ for device in "${devices[@]}"; do
         fi
     fi
     run "$device-build" make DEVICE="$device" all tests || continue
-    [ "$device" = cpu ] && run sanitize-build make DEVICE=cpu SANITIZE=1 PREC=fp32 build/sanitize/train_gpt
-    [ "$device" = cpu ] && run_isas
+    [ "$device" = cpu ] && run_variants
     run_programs "$device"
     [ "$device" = emu ] && run_unfused
     export "TRAIN_GPT_${device^^}=build/$device/train_gpt"
@@ -154,5 +162,9 @@ fi
 export TRAIN_GPT_FULL=$full
 run pytest .venv/bin/python -m pytest -q -p no:cacheprovider -n 2 --durations 40 test
 
+passed=0 failed=0 skipped=0
+while read -r p f s; do
+    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
+done < <(cat "$logs"/*.counts)
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" = 0 ]
