@@ -18,16 +18,15 @@
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include "hostdev.h"
 
 #if defined(DEVICE_CPU)
 
 #define DEV static inline
-#define HOSTDEV static inline
 
 #elif defined(DEVICE_EMU)
 
 #define DEV static inline
-#define HOSTDEV static inline
 #include "kernels/emu/emu.h"
 
 #define LAUNCH(kernel, grid, block, smem_bytes, stream, ...) \
@@ -63,7 +62,6 @@ DEV float exp2_fast(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
 #else
 
 #define DEV static __device__ __forceinline__
-#define HOSTDEV static __host__ __device__ __forceinline__
 #define LAUNCH(kernel, grid, block, smem_bytes, stream, ...) \
     (kernel)<<<dim3(grid), dim3(block), smem_bytes, stream>>>(__VA_ARGS__)
 #define SHARED(T, name, ...) __shared__ __align__(16) T name __VA_ARGS__

@@ -120,7 +120,7 @@ static void tensor_add(Tensor* out, const Config* c, const TensorRow* row, int u
     *out = Tensor{};
     snprintf(out->name, sizeof out->name, row->name, unit - unit_block(c, 0));
     out->file_rows = out->shape[0] = out->padded_rows = config_dim(c, row->rows);
-    out->shape[1] = config_dim(c, row->cols);
+    out->file_cols = out->shape[1] = config_dim(c, row->cols);
     out->num_dims = row->cols == Dim::ONE ? 1 : 2;
     if (row->rows == Dim::V) {
         int piece = row->row == LM_HEAD ? unit - unit_lm_head(c, 0) : unit - unit_embed(c);
@@ -136,7 +136,7 @@ static void tensor_add(Tensor* out, const Config* c, const TensorRow* row, int u
     out->decay = out->num_dims == 2;
     out->hidden = row->where == Where::BLOCK && out->num_dims == 2;
     out->in_out = c->layout == Layout::IN_OUT;
-    out->num_fused = row->cols == Dim::QKV ? 3 : 1;
+    out->num_fused = row->cols == Dim::QKV || row->rows == Dim::QKV ? 3 : 1;
     out->grad_overwritten = row_is_in_gemm(c, row->row) && out->num_dims == 2;
     out->row = row->row;
 }

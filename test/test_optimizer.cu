@@ -43,7 +43,7 @@ static void place_tensors(Shard* shard, const Flags* f, const Group* groups, int
         *t = Tensor{};
         snprintf(t->name, sizeof t->name, "%s", row.name);
         t->shape[0] = t->file_rows = row.rows;
-        t->shape[1] = row.cols;
+        t->shape[1] = t->file_cols = row.cols;
         t->num_dims = row.cols > 1 ? 2 : 1;
         t->padded_rows = row.padded_rows;
         t->unit = row.unit;

@@ -37,6 +37,9 @@ static Tensor* random_table(int num_tensors, bool has_fp32, int num_groups)
         tensors[t].num_dims = 1 + (int)random_below(2);
         tensors[t].shape[0] = 1 + random_below(300);
         tensors[t].shape[1] = tensors[t].num_dims == 2 ? 1 + random_below(70) : 1;
+        tensors[t].file_rows = tensors[t].shape[0];
+        tensors[t].file_cols = tensors[t].shape[1];
+        tensors[t].num_fused = 1;
         tensors[t].padded_rows = tensors[t].shape[0] + random_below(64);
         tensors[t].unit = unit;
         tensors[t].fp32 = has_fp32 && random_below(4) == 0;

@@ -82,7 +82,8 @@ static unsigned long long zero_state_hash(Zero* z)
              t++) {
             Range part = tensor_part(&shard->tensors[t], slice);
             if (part.count == 0) continue;
-            size_t logical = shard->tensors[t].logical_first + (part.first - shard->tensors[t].first);
+            size_t logical = shard->tensors[t].logical_first +
+                             element_index(tensor_rectangle(&shard->tensors[t], part.first), 0);
             for (int state = 0; state < NUM_STATES; state++)
                 if (state_is_kept(z, state, &shard->tensors[t]))
                     state_hash_accumulate(z->hash, zero_state(z, state, u, part.first), part.count,

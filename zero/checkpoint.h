@@ -210,8 +210,9 @@ static SafeTensors* optimizer_plan(const Zero* z, const char* path)
     size_t count = (size_t)s->num_tensors * MAX_STATES, num_kept = 0;
     SafeTensor* list = (SafeTensor*)malloc_checked(count * sizeof *list);
     char (*names)[STATE_NAME_BYTES] = (char (*)[STATE_NAME_BYTES])malloc_checked(count * STATE_NAME_BYTES);
-    for (const Tensor* t = s->tensors; t < s->tensors + s->num_tensors; t++) {
-        for (int state = STATE_FIRST; state < NUM_STATES && tensor_is_first_piece(t); state++) {
+    for (int i = 0; i < s->num_tensors; i++) {
+        const Tensor* t = &s->tensors[i];
+        for (int state = STATE_FIRST; state < NUM_STATES && tensor_is_first_piece(s, i); state++) {
             if (!state_is_kept(z, state, t)) continue;
             state_name(names[num_kept], z, t, state);
             list[num_kept] = tensor_in_file(t, names[num_kept], SafeDtype::F32);
@@ -279,7 +280,7 @@ static void state_json_write(const RunState* s, const Zero* z, const uint64_t* s
     for (int state = 0; state < NUM_STATES; state++) {
         for (int i = 0; i < z->shard->num_tensors; i++) {
             const Tensor* t = &z->shard->tensors[i];
-            if (!tensor_is_first_piece(t) || !state_is_kept(z, state, t)) continue;
+            if (!tensor_is_first_piece(z->shard, i) || !state_is_kept(z, state, t)) continue;
             state_name(name, z, t, state);
             json_add_string(tensors, name, hex_text(sums[state * z->shard->num_tensors + i], hex));
         }
@@ -356,7 +357,7 @@ static void load_optimizer(CheckpointLoad* l)
             if (l->reads) ensure_shape(files, st, t);
             watch_move(z->comm->watch, "reading a tensor", tensor_elems(t));
             state_read(z, state, t, files, st, l->shared,
-                       &l->sums[state * s->num_tensors + tensor_first_piece(s, i)]);
+                       &l->sums[state * s->num_tensors + t->whole]);
         }
     }
     if (!l->reads) return;
@@ -380,7 +381,7 @@ static void load_verify(void* arg)
     for (int state = 0; state < (l->weights_only ? 1 : (int)NUM_STATES); state++) {
         for (int i = 0; i < s->num_tensors; i++) {
             const Tensor* t = &s->tensors[i];
-            if (!tensor_is_first_piece(t) || !state_is_kept(l->zero, state, t)) continue;
+            if (!tensor_is_first_piece(s, i) || !state_is_kept(l->zero, state, t)) continue;
             state_name(name, l->zero, t, state);
             const char* want = json_string(tensors, name, l->folder);
             ENSURE_INTACT(strcmp(want, hex_text(l->sums[state * s->num_tensors + i], hex)) == 0,

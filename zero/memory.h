@@ -74,11 +74,6 @@ static void plan_optimizer(Zero* z, Plan* plan)
 {
     const Shard* s = z->shard;
     z->gapped_first = (size_t*)malloc_checked(s->num_units * sizeof(size_t));
-    z->first_of_name = (int*)malloc_checked(s->num_tensors * sizeof(int));
-    for (int t = 0; t < s->num_tensors; t++) {
-        z->first_of_name[t] = 0;
-        while (strcmp(s->tensors[z->first_of_name[t]].name, s->tensors[t].name) != 0) z->first_of_name[t]++;
-    }
     for (int k = 0; k < MAX_STATES; k++) {
         size_t elems = 0, num_fp32 = 0;
         for (int u = 0; u < s->num_units; u++) {
@@ -266,8 +261,6 @@ static void zero_optimizer_free(Zero* z)
     if (z->muon != nullptr) free(z->muon->tensors);
     free(z->muon);
     free(z->gapped_first);
-    free(z->first_of_name);
     z->muon = nullptr;
     z->gapped_first = nullptr;
-    z->first_of_name = nullptr;
 }

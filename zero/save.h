@@ -162,7 +162,7 @@ static bool save_slices(Saver* s, int owner, char (&why)[1024])
         k.tensor = safetensors_get(k.files, name);
         if (s->gathers) watch_move(c->watch, "a save, where rank 0 writes for all", part.count);
         for (size_t done = 0; done < part.count; done += k.count) {
-            k.first = tensor_file_offset(t, part.first) + done;
+            k.first = element_index(tensor_rectangle(t, part.first), done);
             size_t lead = (k.tensor->offset + k.first * sizeof(float)) % SAFE_DIRECT_BYTES;
             size_t fits = (room_bytes - lead) / sizeof(float);
             k.count = part.count - done < fits ? part.count - done : fits;
@@ -170,7 +170,7 @@ static bool save_slices(Saver* s, int owner, char (&why)[1024])
             if (!own) comm_receive_host(c, k.data, k.count * sizeof(float), owner);
             else if (values.dtype == Dtype::FP32) memcpy(k.data, (float*)values.at + done, k.count * sizeof(float));
             else for (size_t e = 0; e < k.count; e++) k.data[e] = value_load(values, done + e);
-            if (own) sums[tensor_first_piece(shard, t_idx)] += tensor_sum(k.data, k.first, k.count);
+            if (own) sums[t->whole] += tensor_sum(k.data, k.first, k.count);
             if (!writes) comm_send_host(c, k.data, k.count * sizeof(float), 0);
             else if (well) well = attempt(chunk_write, &k, why) == Outcome::WELL;
         }

@@ -18,12 +18,20 @@
  * Tensors stored in fp32 (--fp32-tensors) form units of their own, one for each group that has any, before all others;
  * the units that the caller has numbered from 0 follow, and may be empty.
  *
+ * A Tensor is a rectangle of the file's tensor: all of it, or some rows or columns, where ranks share it (tensor_cut);
+ * of a tensor of several blocks side by side the same of each. Random numbers and hashes go by the place in the whole
+ * (tensor_rectangle), so that they are the same however it is cut. All ranks list the same tensors in the same order
+ * with the same groups, and each element of the whole is in the tensor of one group: what is cut among ranks has the
+ * group of those with the same part, what all of them have whole the group of all.
+ *
  * A tensor too large for one unit is cut into pieces: each is a Tensor with the name of the whole, some of its rows and
- * a unit of its own. Only the unit of the last piece has padding, so that all pieces together are one matrix. */
+ * a unit of its own; they follow one another. Only the unit of the last piece has padding, so that all pieces together
+ * are one matrix. */
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include "data/error.h"
+#include "kernels/rectangle.h"
 
 enum { SHARD_ALIGN_ELEMS = 64 };   // 256 bytes of fp32, 128 of bf16: any vector load is aligned
 
@@ -32,9 +40,11 @@ typedef struct Range { size_t first, count; } Range;   // elements
 typedef struct Tensor {
     char name[64];          // as in the HF file
     int num_dims;           // 1 or 2
-    size_t shape[2];        // as in the HF file; shape[1] = 1 if one-dimensional
+    size_t shape[2];        // rows and columns of this part of it, all if it is not cut; shape[1] = 1: one-dimensional
     size_t padded_rows;     // >= shape[0]: rows past shape[0] are always 0 and never leave the program
-    size_t file_rows, file_first_row;   // of a piece: rows of the whole tensor, and the first of them in this piece
+    size_t file_rows, file_cols;             // of the whole tensor, as in the HF file
+    size_t file_first_row, file_first_col;   // where this part begins in the whole, or in each of its num_fused blocks
+    int whole;              // index of the first part of the same tensor that this rank has; set by shard_build
     int group;              // which ranks share it: index of a group of zero_plan
     int unit;
     int home;               // the model's unit for it; tensors stored in fp32 are in an fp32 unit instead
@@ -44,13 +54,13 @@ typedef struct Tensor {
     bool decay;             // weight decay applies by default
     bool hidden;            // a matrix between two layers: Muon makes its steps orthogonal
     bool in_out;            // rows are inputs, columns outputs; else the other way round
-    int num_fused;          // such matrices side by side: 3 where q, k and v are one tensor
+    int num_fused;          // blocks side by side: 3 where q, k and v are one tensor; of a vector, one after another
     float lr_factor, weight_decay;   // of its parameter group
     bool grad_overwritten;  // the first kernel with its gradient overwrites what is there: it need not be cleared
     int row;                // the model's index for it; not used in this file
     bool joined;            // directly follows the tensor before it: the two are one matrix to the model
     size_t first;           // first element in the flat space; set by shard_build
-    size_t logical_first;   // the same without any padding: equal for every R
+    size_t logical_first;   // elements of all tensors before it in the files: equal on all ranks, however it is cut
 } Tensor;
 
 typedef struct Unit {
@@ -73,22 +83,30 @@ typedef struct Shard {
 
 static inline size_t tensor_elems(const Tensor* t) { return t->shape[0] * t->shape[1]; }
 
-/* True of a tensor that is not cut, too. */
-static inline bool tensor_is_first_piece(const Tensor* t) { return t->file_first_row == 0; }
+/* Of a tensor that this rank has in pieces one alone; true of one that is not cut, too. */
+static inline bool tensor_is_first_piece(const Shard* s, int t_idx) { return s->tensors[t_idx].whole == t_idx; }
 
-/* Index of the first piece of the tensor that t_idx is a piece of. */
-static inline int tensor_first_piece(const Shard* s, int t_idx)
+/* Makes of a whole tensor part `part` of num_parts equal ones: of its rows if dim is 0, of its columns if 1. Of a
+ * tensor of several blocks the part of each. The same arguments on all ranks but for `part`. */
+static void tensor_cut(Tensor* t, int dim, size_t part, size_t num_parts)
 {
-    int first = t_idx;
-    if (!tensor_is_first_piece(&s->tensors[t_idx]))
-        for (first = 0; strcmp(s->tensors[first].name, s->tensors[t_idx].name) != 0; first++) {}
-    return first;
+    const size_t num_blocks = dim == t->num_dims - 1 ? t->num_fused : 1, n = t->shape[dim] / num_blocks / num_parts;
+    ENSURE(n * num_parts * num_blocks == t->shape[dim], "tensor_cut: %s has %zu x %zu elements: dimension %d cannot be "
+           "cut into %zu parts", t->name, t->shape[0], t->shape[1], dim, num_parts);
+    t->shape[dim] = num_blocks * n;
+    (dim == 0 ? t->file_first_row : t->file_first_col) = part * n;
+    if (dim == 0) t->padded_rows = t->shape[0];
 }
 
-/* Index of element `flat` of the flat space in the whole tensor, as in the file. */
-static inline size_t tensor_file_offset(const Tensor* t, size_t flat)
+/* The elements of tensor t from `flat` of the flat space on, in the whole tensor as in the file. */
+static inline Rectangle tensor_rectangle(const Tensor* t, size_t flat)
 {
-    return t->file_first_row * t->shape[1] + (flat - t->first);
+    const size_t num_blocks = t->num_fused, first = t->file_first_row * t->file_cols + t->file_first_col;
+    const bool is_vector = t->num_dims == 1;
+    const size_t cols = (is_vector ? t->shape[0] : t->shape[1]) / num_blocks;
+    const size_t stride = (is_vector ? t->file_rows : t->file_cols) / num_blocks;
+    const bool in_line = cols == stride || tensor_elems(t) <= cols;
+    return rectangle_from(in_line ? rectangle_in_line(first) : Rectangle{first, 0, cols, stride}, flat - t->first);
 }
 
 /* Moves tensors stored in fp32 to the front, those of each group into a unit of their own; otherwise in order. Returns
@@ -126,6 +144,19 @@ static void unit_set_group(Unit* unit, const Tensor* tensors, const int* group_r
                tensors[unit->first_tensor].name, tensors[t].name, unit->group, tensors[t].group);
 }
 
+/* Is the part inside the whole? One without rows is nowhere. */
+static void tensor_check(const Tensor* t)
+{
+    const int last = t->num_dims - 1;
+    const size_t num_blocks[2] = {last == 0 ? (size_t)t->num_fused : 1, last == 1 ? (size_t)t->num_fused : 1};
+    const size_t whole[2] = {t->file_rows, t->file_cols}, first[2] = {t->file_first_row, t->file_first_col};
+    for (int d = 0; d < 2; d++)
+        ENSURE(t->shape[0] == 0 || (t->shape[d] % num_blocks[d] == 0 && whole[d] % num_blocks[d] == 0 &&
+               first[d] + t->shape[d] / num_blocks[d] <= whole[d] / num_blocks[d]),
+               "shard_build: %s: %zu x %zu elements from row %zu and column %zu on are not in %zu x %zu", t->name,
+               t->shape[0], t->shape[1], t->file_first_row, t->file_first_col, t->file_rows, t->file_cols);
+}
+
 /* Lays out `tensors` (sorted by unit, units numbered from 0 without a gap) for groups of group_ranks[Tensor.group]
  * ranks. Takes over the array. */
 static void shard_build(Shard* s, Tensor* tensors, int num_tensors, const int* group_ranks, int num_groups)
@@ -142,10 +173,14 @@ static void shard_build(Shard* s, Tensor* tensors, int num_tensors, const int* g
         ENSURE(tensors[t].group >= 0 && tensors[t].group < num_groups, "shard_build: %s has group %d, of %d",
                tensors[t].name, tensors[t].group, num_groups);
         tensors[t].home = unit = tensors[t].unit;
-        tensors[t].logical_first = s->num_params;
-        s->num_params += tensor_elems(&tensors[t]);
+        tensor_check(&tensors[t]);
+        const bool again = t > 0 && strcmp(tensors[t].name, tensors[t - 1].name) == 0;
+        tensors[t].logical_first = again ? tensors[t - 1].logical_first : s->num_params;
+        if (!again) s->num_params += tensors[t].file_rows * tensors[t].file_cols;
     }
     s->num_fp32_units = tensors_part_fp32(tensors, num_tensors, num_groups);
+    for (int t = 0; t < num_tensors; t++)
+        tensors[t].whole = t > 0 && strcmp(tensors[t].name, tensors[t - 1].name) == 0 ? tensors[t - 1].whole : t;
     s->num_units += s->num_fp32_units;
     s->units = (Unit*)malloc_checked(s->num_units * sizeof(Unit));
     int t = 0;

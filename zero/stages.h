@@ -122,8 +122,7 @@ typedef struct Zero {
     char* states[MAX_STATES];   // (P) stage 0, (P/R) else; null: not a state of this optimizer; see zero_unit_state
     size_t* gapped_first;       // (num_units) start in states[GAPPED_STATE] of what this rank updates of unit u
     size_t num_fp32_gapped;     // elements of states[GAPPED_STATE] in the fp32 units
-    int* first_of_name;         // (num_tensors) the first tensor of that name: the index in LAMB's sums
-    double *lamb_sums, *lamb_scratch;   // (num_tensors,2)
+    double *lamb_sums, *lamb_scratch;   // (num_tensors,2), in the row of Tensor.whole
     struct MuonSpace* muon;
     char* master;               // of what this rank updates: fp32, or the lower halves; null without master weights
     double* step_sums;          // (NUM_STEP_SUMS) summed over micro-steps, then over ranks

@@ -38,9 +38,9 @@ static OptimizerRuns unit_runs(const Zero* z, int u, Range range, bool hidden_on
         Range part = tensor_part(tensor, range);
         if (part.count > 0)
             runs_extend(&runs, part.first + part.count - range.first, tensor->weight_decay, tensor->lr_factor,
-                        norms ? z->first_of_name[t] : -1, matrices && tensor->hidden != hidden_ones,
+                        norms ? tensor->whole : -1, matrices && tensor->hidden != hidden_ones,
                         zero_gap(z, u, part.first),
-                        tensor->fp32 ? 0 : tensor->logical_first + range.first - tensor->first);
+                        tensor->fp32 ? 0 : tensor->logical_first + tensor_rectangle(tensor, range.first).first);
     }
     return runs;
 }

@@ -64,7 +64,7 @@ static SafeTensor tensor_in_file(const Tensor* t, const char* name, SafeDtype dt
     row.dtype = dtype;
     row.num_dims = t->num_dims;
     row.dims[0] = t->file_rows;
-    if (t->num_dims == 2) row.dims[1] = t->shape[1];
+    if (t->num_dims == 2) row.dims[1] = t->file_cols;
     return row;
 }
 
@@ -192,7 +192,7 @@ static NonFinite nonfinite_in(const Shard* s, const Tensor* t, const float* valu
     #pragma omp simd reduction(+:num)
     for (size_t k = 0; k < count; k++) num += (float_bits(values[k]) & 0x7fffffffu) >= least;
     while (num > 0 && (float_bits(values[i]) & 0x7fffffffu) < least) i++;
-    return NonFinite{tensor_first_piece(s, (int)(t - s->tensors)), num, first + i, num > 0 ? values[i] : 0};
+    return NonFinite{t->whole, num, first + i, num > 0 ? values[i] : 0};
 }
 
 /* After weights are read: ends the run with the first tensor that is not finite; with --allow-nonfinite it is only
@@ -210,7 +210,7 @@ static void nonfinite_refuse(const Zero* z, const char* folder)
     const bool narrows = fabsf(n.value) <= FLT_MAX;
     char what[512];
     snprintf(what, sizeof what, "tensor %s: element %zu of %zu is %g, the first of %zu that are %s%s", t->name, n.first,
-             t->file_rows * t->shape[1], n.value, n.count, narrows ? "too large for " : "not finite",
+             t->file_rows * t->file_cols, n.value, n.count, narrows ? "too large for " : "not finite",
              narrows ? FLOATX_NAME : "");
     if (z->allows_nonfinite) {
         if (c->rank == 0) printf("weights %s: %s (--allow-nonfinite)\n", folder, what);
@@ -235,7 +235,7 @@ static void state_read(Zero* z, int state, const Tensor* t, const SafeTensors* f
         Range part = tensor_part(t, shard_slice(z->shard, t->unit, owner));
         for (size_t done = 0, n; done < part.count; done += n) {
             n = part.count - done < STAGING_ELEMS ? part.count - done : STAGING_ELEMS;
-            size_t first = tensor_file_offset(t, part.first) + done;
+            size_t first = element_index(tensor_rectangle(t, part.first), done);
             if (reader == group->rank) {
                 safetensors_read_f32(files, st, first, n, z->staging);
                 if (sum != nullptr) *sum += tensor_sum(z->staging, first, n);
@@ -265,7 +265,7 @@ static size_t weights_read(Zero* z, const char* folder, bool tied, bool shared, 
         if (reads) ensure_shape(files, st, t);
         watch_move(z->comm->watch, "reading a tensor", tensor_elems(t));
         state_read(z, STATE_WEIGHTS, t, files, st, shared,
-                   sums != nullptr ? &sums[tensor_first_piece(s, i)] : nullptr);
+                   sums != nullptr ? &sums[t->whole] : nullptr);
     }
     if (!reads) return 0;
     for (size_t i = 0; i < files->num_tensors; i++) {
@@ -304,8 +304,8 @@ static SafeTensors* weights_plan(const Shard* s, const char* path, SafeDtype dty
 {
     SafeTensor* list = (SafeTensor*)malloc_checked(s->num_tensors * sizeof *list);
     size_t count = 0;
-    for (const Tensor* t = s->tensors; t < s->tensors + s->num_tensors; t++)
-        if (tensor_is_first_piece(t)) list[count++] = tensor_in_file(t, t->name, dtype);
+    for (int t = 0; t < s->num_tensors; t++)
+        if (tensor_is_first_piece(s, t)) list[count++] = tensor_in_file(&s->tensors[t], s->tensors[t].name, dtype);
     SafeTensors* files = safetensors_plan(path, list, count, max_file_bytes);
     free(list);
     return files;
@@ -325,7 +325,7 @@ static void weights_visit_slices(Zero* z, const SafeTensors* files, const char* 
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < STAGING_ELEMS ? part.count - done : STAGING_ELEMS;
             zero_state_to_host(z, STATE_WEIGHTS, t->unit, part.first + done, n, z->staging);
-            use(files, st, tensor_file_offset(t, part.first) + done, n, z->staging);
+            use(files, st, element_index(tensor_rectangle(t, part.first), done), n, z->staging);
             done += n;
         }
     }
