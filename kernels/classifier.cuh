@@ -4,8 +4,11 @@
  *   classifier_piece_forward   a row's maximum and sum of exponentials over a piece of the columns join those of the
  *                              pieces before; with the last piece comes the loss
  *   classifier_piece_backward  dlogits of a piece, from the maxima and sums of all
+ *   classifier_merge           where each of P ranks has the pieces of its own columns (tensor parallelism): maxima,
+ *                              sums and the targets' logits of all ranks to those of the whole row, and its loss
  *   a row whose target is negative is not counted: loss 0, gradient 0
- * shapes  logits (rows,VP) floatX; losses (rows) fp32; targets (rows) int; loss_scale (1) double on the device, null: 1
+ * shapes  logits (rows,VP) floatX; losses maxima (rows) fp32; sums (rows) double; targets (rows) int; loss_scale (1)
+ *         double on the device, null: 1; of P ranks: (P,rows)
  * writes  losses =; logits = dlogits when backward, else untouched
  * needs   1 <= V <= VP, VP % 64 == 0, targets < V
  * exact   fixed reduction order: same bits on every run and for any number of CPU threads. Sums over V run in fp32 over
@@ -16,8 +19,29 @@
 #include <cfloat>
 #include "vec.cuh"
 
-/* Columns first.. of the vocabulary: `count` real ones in rows of `stride`; `last`: none follow. */
-typedef struct { int first, count, stride; bool last; } LogitsPiece;
+/* Columns first.. of the vocabulary: `count` real ones, maybe none, in rows of `stride`. `starts`: no piece came before
+ * it on this rank; `last`: none follows on any rank. */
+typedef struct { int first, count, stride; bool starts, last; } LogitsPiece;
+
+/* What the columns so far say about each row: the target's logit, or with all columns the loss; the maximum, and the sum
+ * of exponentials relative to it. */
+typedef struct { float *losses, *maxima; double* sums; } ClassifierRows;
+
+HOSTDEV void classifier_merge_row(ClassifierRows whole, ClassifierRows parts, int num_parts, const int* targets,
+                                  int rows, int row)
+{
+    float m = parts.maxima[row], z_target = 0.0f;
+    double sum = 0.0;
+    for (int p = 1; p < num_parts; p++) m = fmaxf(m, parts.maxima[(size_t)p * rows + row]);
+    for (int p = 0; p < num_parts; p++) {
+        const size_t at = (size_t)p * rows + row;
+        sum += parts.sums[at] * exp((double)parts.maxima[at] - m);
+        z_target += parts.losses[at];                // 0 on the ranks that do not have it
+    }
+    whole.maxima[row] = m;
+    whole.sums[row] = sum;
+    whole.losses[row] = targets[row] < 0 ? 0.0f : (float)(log(sum) + (double)m - (double)z_target);
+}
 
 #ifdef DEVICE_CPU
 
@@ -119,15 +143,23 @@ static void classifier_piece_forward_cpu(const floatX* logits, float* losses, fl
     for (int row = 0; row < rows; row++) {
         floatX* z = (floatX*)logits + (size_t)row * piece.stride;      // not written to without KEEP
         const int target = targets[row], place = target - piece.first;
-        const float m = classifier_max_cpu(z, piece.count), m_before = piece.first > 0 ? maxima[row] : -FLT_MAX;
+        const float m = classifier_max_cpu(z, piece.count), m_before = piece.starts ? -FLT_MAX : maxima[row];
         const float m_all = m > m_before ? m : m_before;
-        const double before = piece.first > 0 ? sums[row] * exp((double)m_before - m_all) : 0.0;
+        const double before = piece.starts ? 0.0 : sums[row] * exp((double)m_before - m_all);
         maxima[row] = m_all;
         sums[row] = before + classifier_exp_sum_cpu<false>(z, m, piece.count) * exp((double)m - m_all);
         if (place >= 0 && place < piece.count) losses[row] = load_f(z[place]);
+        else if (piece.starts) losses[row] = 0.0f;
         if (!piece.last) continue;
         losses[row] = target < 0 ? 0.0f : (float)(log(sums[row]) + (double)m_all - (double)losses[row]);
     }
+}
+
+static void classifier_merge_cpu(ClassifierRows whole, ClassifierRows parts, int num_parts, const int* targets,
+                                 int rows)
+{
+    #pragma omp parallel for
+    for (int row = 0; row < rows; row++) classifier_merge_row(whole, parts, num_parts, targets, rows, row);
 }
 
 static void classifier_piece_backward_cpu(floatX* logits, const float* maxima, const double* sums, const int* targets,
@@ -156,6 +188,7 @@ static void classifier_piece_backward_cpu(floatX* logits, const float* maxima, c
 #else
 
 static constexpr int CLASSIFIER_MAX_BLOCK = 1024;    // few long rows at a time: each is still in L2 for pass two
+static constexpr int CLASSIFIER_MERGE_BLOCK = 128;
 
 /* W columns of a row; those from V on read as -inf. */
 template <int W> DEV void classifier_load(float (&x)[W], const floatX* z, int v, int V)
@@ -231,15 +264,15 @@ classifier_piece_forward_kernel(const floatX* logits, float* losses, float* maxi
     const float row_max = block_max(m, partial_max);
     const double row_sum = block_sum((double)(sum * __expf(m - row_max)), partial_sum);
     if (threadIdx.x != 0) return;
-    const float m_before = piece.first > 0 ? maxima[row] : -FLT_MAX, m_all = fmaxf(row_max, m_before);
-    const double before = piece.first > 0 ? sums[row] * exp((double)m_before - m_all) : 0.0;
+    const float m_before = piece.starts ? -FLT_MAX : maxima[row], m_all = fmaxf(row_max, m_before);
+    const double before = piece.starts ? 0.0 : sums[row] * exp((double)m_before - m_all);
     const double sum_all = before + row_sum * exp((double)row_max - m_all);
     const int target = targets[row], place = target - piece.first;
     maxima[row] = m_all;
     sums[row] = sum_all;
     float z_target = 0.0f;                           // of this piece or, in losses, of one before
     if (place >= 0 && place < piece.count) z_target = load_f(z[place]);
-    else if (piece.first > 0 && target >= 0) z_target = losses[row];
+    else if (!piece.starts && target >= 0) z_target = losses[row];
     losses[row] = !piece.last ? z_target : target < 0 ? 0.0f : (float)(log(sum_all) + (double)m_all - (double)z_target);
 }
 
@@ -261,6 +294,14 @@ classifier_piece_backward_kernel(floatX* logits, const float* maxima, const doub
             x[k] = __expf(x[k] - m) * scale - (target >= 0 && v + k == place ? dloss : 0.0f);
         store_vec(z + v, x);
     }
+}
+
+/* A thread a row. */
+static __global__ void __launch_bounds__(CLASSIFIER_MERGE_BLOCK)
+classifier_merge_kernel(ClassifierRows whole, ClassifierRows parts, int num_parts, const int* targets, int rows)
+{
+    const int row = blockIdx.x * CLASSIFIER_MERGE_BLOCK + threadIdx.x;
+    if (row < rows) classifier_merge_row(whole, parts, num_parts, targets, rows, row);
 }
 
 static unsigned classifier_block(int VP, int width)
@@ -295,7 +336,7 @@ static void classifier_piece_forward(const floatX* logits, float* losses, float*
                                      const int* targets, int rows, LogitsPiece piece, cudaStream_t stream)
 {
     OP(stream, 0, 1.0 * rows * piece.stride * sizeof(floatX), rows, piece.stride);
-    ENSURE(1 <= piece.count && piece.count <= piece.stride && piece.stride % 64 == 0,
+    ENSURE(0 <= piece.count && piece.count <= piece.stride && piece.stride % 64 == 0,
            "a piece of %d columns, padded to %d: the padded ones must be a multiple of 64", piece.count, piece.stride);
     ON_CPU(classifier_piece_forward_cpu(logits, losses, maxima, sums, targets, rows, piece));
 #ifndef DEVICE_CPU
@@ -324,6 +365,22 @@ static void classifier_piece_backward(floatX* logits, const float* maxima, const
     else
         LAUNCH((classifier_piece_backward_kernel<1>), rows, classifier_block(piece.stride, 1), 0, stream, logits,
                maxima, sums, targets, piece, dloss, loss_scale);
+    CUDA_CHECK(cudaGetLastError());
+#endif
+}
+
+/* Bytes that a row's part and its merge move. */
+static double classifier_merge_bytes(double rows, double num_parts) { return 16 * rows * (num_parts + 1); }
+
+/* whole (rows) from the parts (num_parts,rows) of all ranks. */
+static void classifier_merge(ClassifierRows whole, ClassifierRows parts, int num_parts, const int* targets, int rows,
+                             cudaStream_t stream)
+{
+    OP(stream, 0, classifier_merge_bytes(rows, num_parts), rows, num_parts);
+    ON_CPU(classifier_merge_cpu(whole, parts, num_parts, targets, rows));
+#ifndef DEVICE_CPU
+    LAUNCH(classifier_merge_kernel, (unsigned)ceil_div(rows, CLASSIFIER_MERGE_BLOCK), CLASSIFIER_MERGE_BLOCK, 0, stream,
+           whole, parts, num_parts, targets, rows);
     CUDA_CHECK(cudaGetLastError());
 #endif
 }
@@ -399,26 +456,41 @@ static void classifier_test(OpRun* run)
     op_check(run, logits);
 }
 
-/* The vocabulary in pieces of `width` columns, their logits one piece after another: against the whole. */
+/* The vocabulary in pieces of `width` columns, their logits one piece after another: against the whole. With dims[3]
+ * each piece is that of another rank, and a merge follows. */
 static void classifier_piece_test(OpRun* run)
 {
-    const int rows = run->dims[0], V = run->dims[1], VP = (int)round_up(V, 64), width = run->dims[2];
+    const int rows = run->dims[0], V = run->dims[1], width = run->dims[2];
+    const bool merges = run->dims[3] != 0;
+    const int VP = (int)round_up(V, merges ? width : 64), num_pieces = (int)ceil_div(VP, width);
     const double scale = 8;
     const double* loss_scale = (const double*)op_bytes(run, "loss_scale", OpKind::INPUT, &scale, sizeof scale);
     OpTensor<floatX> logits = op_inout<floatX>(run, "logits", (size_t)rows * VP, 30.0, 4.0);
     OpInts targets = classifier_test_targets(run, rows, V);
     OpTensor<float> losses = op_output<float>(run, "losses", rows), maxima = op_output<float>(run, "maxima", rows);
     OpTensor<double> sums = op_output<double>(run, "sums", rows);
-    const int num_pieces = (int)ceil_div(VP, width);
+    const size_t num_parts = merges ? (size_t)rows * num_pieces : 1;
+    OpTensor<float> part_losses = op_output<float>(run, "part_losses", num_parts);
+    OpTensor<float> part_maxima = op_output<float>(run, "part_maxima", num_parts);
+    OpTensor<double> part_sums = op_output<double>(run, "part_sums", num_parts);
     LogitsPiece* pieces = (LogitsPiece*)malloc_checked(num_pieces * sizeof *pieces);
     for (int p = 0; p < num_pieces; p++) {
         const int first = p * width, stride = VP - first < width ? VP - first : width;
-        pieces[p] = LogitsPiece{first, V - first < stride ? V - first : stride, stride, p == num_pieces - 1};
+        const int left = V - first > 0 ? V - first : 0, count = left < stride ? left : stride;
+        pieces[p] = LogitsPiece{first, count, stride, merges || p == 0, !merges && p == num_pieces - 1};
     }
+    const ClassifierRows whole = {losses.dev, maxima.dev, sums.dev};
+    auto rows_of = [&](int p) {
+        const size_t at = (size_t)rows * p;
+        return merges ? ClassifierRows{part_losses.dev + at, part_maxima.dev + at, part_sums.dev + at} : whole;
+    };
     auto all_pieces = [&] {
-        for (int p = 0; p < num_pieces; p++)
-            classifier_piece_forward(logits.dev + (size_t)rows * pieces[p].first, losses.dev, maxima.dev, sums.dev,
+        for (int p = 0; p < num_pieces; p++) {
+            const ClassifierRows r = rows_of(p);
+            classifier_piece_forward(logits.dev + (size_t)rows * pieces[p].first, r.losses, r.maxima, r.sums,
                                      targets.dev, rows, pieces[p], 0);
+        }
+        if (merges) classifier_merge(whole, rows_of(0), num_pieces, targets.dev, rows, 0);
         for (int p = num_pieces - 1; p >= 0; p--)
             classifier_piece_backward(logits.dev + (size_t)rows * pieces[p].first, maxima.dev, sums.dev, targets.dev,
                                       rows, pieces[p], 0.25f, loss_scale, 0);
@@ -454,6 +526,48 @@ static void classifier_piece_test(OpRun* run)
     free(pieces);
 }
 
+/* Six columns on three ranks, with losses, maxima and sums worked out by hand. */
+static void classifier_merge_trial(OpRun* run)
+{
+    const int rows = run->dims[0], num_parts = run->dims[1];
+    const double z[2][6] = {{1, 2, 0.5, -1, 3, 0}, {0, 0, 0, 4, 1, -2}}, max[3][2] = {{2, 0}, {0.5, 4}, {3, 1}};
+    const double losses_ref[] = {1.50283524, 0.10184581}, max_ref[] = {3, 4}, sums_ref[] = {1.653402, 1.107213};
+    OpInts targets = op_ints(run, "targets", rows, 1, 4);
+    OpTensor<floatX> logits = op_input<floatX>(run, "logits", (size_t)num_parts * rows * 64, 0.0, 1.0);
+    OpTensor<float> losses = op_output<float>(run, "losses", rows), maxima = op_output<float>(run, "maxima", rows);
+    OpTensor<double> sums = op_output<double>(run, "sums", rows);
+    OpTensor<float> part_losses = op_output<float>(run, "part_losses", (size_t)num_parts * rows);
+    OpTensor<float> part_maxima = op_output<float>(run, "part_maxima", (size_t)num_parts * rows);
+    OpTensor<double> part_sums = op_output<double>(run, "part_sums", (size_t)num_parts * rows);
+    floatX* h_logits = (floatX*)op_start_bytes(run, "logits");
+    for (int row = 0; row < rows; row++) {
+        targets.h[row] = row == 0 ? 1 : 3;
+        for (int v = 0; v < 6; v++) store_f(&h_logits[((v / 2) * rows + row) * 64 + v % 2], (float)z[row][v]);
+    }
+    op_upload(run, "targets");
+    op_upload(run, "logits");
+    const ClassifierRows whole = {losses.dev, maxima.dev, sums.dev};
+    const ClassifierRows parts = {part_losses.dev, part_maxima.dev, part_sums.dev};
+    auto all_ranks = [&] {
+        for (int p = 0; p < num_parts; p++)
+            classifier_piece_forward(logits.dev + (size_t)p * rows * 64, part_losses.dev + p * rows,
+                                     part_maxima.dev + p * rows, part_sums.dev + p * rows, targets.dev, rows,
+                                     LogitsPiece{2 * p, 2, 64, true, false}, 0);
+        classifier_merge(whole, parts, num_parts, targets.dev, rows, 0);
+    };
+    OP_RUN(run, 0, 0, all_ranks());
+    const float *h_losses = (const float*)op_result(run, "losses"), *h_maxima = (const float*)op_result(run, "maxima");
+    const float* h_parts = (const float*)op_result(run, "part_maxima");
+    const double* h_sums = (const double*)op_result(run, "sums");
+    for (int row = 0; row < rows; row++) {
+        op_check_value(run, "loss", h_losses[row], losses_ref[row], 1e-6);
+        op_check_value(run, "maximum", h_maxima[row], max_ref[row], 0);
+        op_check_value(run, "sum", h_sums[row], sums_ref[row], 1e-6);
+        for (int p = 0; p < num_parts; p++)
+            op_check_value(run, "maximum of a rank", h_parts[p * rows + row], max[p][row], 0);
+    }
+}
+
 static void classifier_gradient_test(OpRun* run)
 {
     const int rows = run->dims[0], V = run->dims[1], VP = (int)round_up(V, 64);
@@ -483,6 +597,10 @@ static const OpTest classifier_tests[] = {
     {"classifier_piece", classifier_piece_test, {7, 1000, 192}, OpWhen::ALWAYS},
     {"classifier_piece", classifier_piece_test, {3, 257, 64}, OpWhen::ALWAYS},
     {"classifier_piece", classifier_piece_test, {33, 50257, 16768}, OpWhen::LARGE},
+    {"classifier_merge", classifier_piece_test, {5, 50, 64, 1}, OpWhen::ALWAYS},
+    {"classifier_merge", classifier_piece_test, {130, 257, 128, 1}, OpWhen::ALWAYS},
+    {"classifier_merge", classifier_piece_test, {7, 1000, 256, 1}, OpWhen::ALWAYS},
+    {"classifier_merge, 3 ranks", classifier_merge_trial, {2, 3}, OpWhen::ALWAYS},
     {"classifier_gradient", classifier_gradient_test, {3, 64}, OpWhen::ALWAYS},
     {"classifier_gradient", classifier_gradient_test, {5, 128}, OpWhen::ALWAYS},
     {"classifier_forward", classifier_forward_test, {1024, 50257}, OpWhen::BENCH},

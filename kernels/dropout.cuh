@@ -2,7 +2,7 @@
  * element stays is a function of (seed, layer, site, position of its sequence in the data stream, element), so that a
  * recomputed forward and the backward see the same mask, and so do any number of ranks, micro-steps and stages.
  *   out = inp * keeps / (1 - p)            the backward is the same on gradients
- * shapes  out inp (B,row_elems) floatX, out may be inp
+ * shapes  out inp (count) floatX, out may be inp: elements first.. of (B,row_elems)
  * writes  out =
  * needs   row_elems < 2^32, the elements of one sequence
  * exact   integers: the same mask for any number of CPU threads and on every device
@@ -17,6 +17,7 @@
 struct Dropout {
     unsigned long long key;                          // of seed, layer and site
     unsigned long long first_sequence;               // of row 0, in the stream of data
+    unsigned first_head;                             // of the model, that is this rank's head 0
     unsigned threshold;                              // an element stays if its 32 bits reach it
     float scale;                                     // 1 / (1 - p)
 };
@@ -41,7 +42,7 @@ HOSTDEV unsigned dropout_mix32(unsigned x)
 
 HOSTDEV DropoutKey dropout_key(const Dropout& d, size_t b, unsigned head)
 {
-    const unsigned long long x = dropout_mix64(dropout_mix64(d.key ^ (d.first_sequence + b)) + head);
+    const unsigned long long x = dropout_mix64(dropout_mix64(d.key ^ (d.first_sequence + b)) + d.first_head + head);
     return {(unsigned)x, (unsigned)(x >> 32)};
 }
 
@@ -53,20 +54,21 @@ HOSTDEV bool dropout_keeps(DropoutKey key, unsigned element, unsigned threshold)
 static Dropout dropout_site(unsigned long long seed, int layer, int site, size_t first_sequence, double p)
 {
     const unsigned long long key = dropout_mix64(dropout_mix64(seed) + (unsigned long long)layer * 8 + site);
-    return {key, first_sequence, (unsigned)(p * 4294967296.0), (float)(1.0 / (1.0 - p))};
+    return {key, first_sequence, 0, (unsigned)(p * 4294967296.0), (float)(1.0 / (1.0 - p))};
 }
 
 #ifdef DEVICE_CPU
 
-static void dropout_cpu(floatX* out, const floatX* inp, int B, size_t row_elems, Dropout d)
+static void dropout_cpu(floatX* out, const floatX* inp, size_t first, size_t count, size_t row_elems, Dropout d)
 {
-    for (int b = 0; b < B; b++) {
+    for (size_t done = 0, n; done < count; done += n) {          // what there is of each sequence
+        const size_t b = (first + done) / row_elems, start = (first + done) % row_elems;
         const DropoutKey key = dropout_key(d, b, 0);
-        const size_t first = b * row_elems;
+        n = row_elems - start < count - done ? row_elems - start : count - done;
         #pragma omp parallel for simd
-        for (size_t i = 0; i < row_elems; i++)
-            store_f(out + first + i,
-                    dropout_keeps(key, (unsigned)i, d.threshold) ? load_f(inp[first + i]) * d.scale : 0.0f);
+        for (size_t i = 0; i < n; i++)
+            store_f(out + done + i, dropout_keeps(key, (unsigned)(start + i), d.threshold)
+                                    ? load_f(inp[done + i]) * d.scale : 0.0f);
     }
 }
 
@@ -74,13 +76,14 @@ static void dropout_cpu(floatX* out, const floatX* inp, int B, size_t row_elems,
 
 static constexpr int DROPOUT_BLOCK = 256;
 
-/* grid (parts of a sequence, B): one vector of W a thread. */
+/* One vector of W a thread, inside a sequence. */
 template <int W> static __global__ void __launch_bounds__(DROPOUT_BLOCK)
-dropout_kernel(floatX* out, const floatX* inp, size_t row_elems, Dropout d)
+dropout_kernel(floatX* out, const floatX* inp, size_t first, size_t count, size_t row_elems, Dropout d)
 {
-    const size_t i = ((size_t)blockIdx.x * DROPOUT_BLOCK + threadIdx.x) * W, at = blockIdx.y * row_elems + i;
-    if (i >= row_elems) return;
-    const DropoutKey key = dropout_key(d, blockIdx.y, 0);
+    const size_t at = ((size_t)blockIdx.x * DROPOUT_BLOCK + threadIdx.x) * W;
+    if (at >= count) return;
+    const size_t b = (first + at) / row_elems, i = (first + at) % row_elems;
+    const DropoutKey key = dropout_key(d, b, 0);
     float x[W];
     load_vec(x, inp + at);
 #pragma unroll
@@ -90,18 +93,20 @@ dropout_kernel(floatX* out, const floatX* inp, size_t row_elems, Dropout d)
 
 #endif
 
-static void dropout(floatX* out, const floatX* inp, int B, size_t row_elems, Dropout d, cudaStream_t stream)
+static void dropout(floatX* out, const floatX* inp, size_t first, size_t count, size_t row_elems, Dropout d,
+                    cudaStream_t stream)
 {
-    OP(stream, 0, 2.0 * B * row_elems * sizeof(floatX), B, row_elems);
+    OP(stream, 0, 2.0 * count * sizeof(floatX), count, row_elems);
     ENSURE(row_elems <= UINT32_MAX, "dropout: %zu elements in a sequence, at most %u", row_elems, UINT32_MAX);
-    ON_CPU(dropout_cpu(out, inp, B, row_elems, d));
+    ON_CPU(dropout_cpu(out, inp, first, count, row_elems, d));
 #ifndef DEVICE_CPU
-    if (is_vec(out, row_elems) && is_vec(inp, row_elems))
-        LAUNCH((dropout_kernel<VEC>), dim3((unsigned)ceil_div(row_elems, DROPOUT_BLOCK * VEC), B), DROPOUT_BLOCK, 0,
-               stream, out, inp, row_elems, d);
+    const bool whole_vectors = first % VEC == 0 && count % VEC == 0;
+    if (whole_vectors && is_vec(out, row_elems) && is_vec(inp, row_elems))
+        LAUNCH((dropout_kernel<VEC>), (unsigned)ceil_div(count, DROPOUT_BLOCK * VEC), DROPOUT_BLOCK, 0, stream, out,
+               inp, first, count, row_elems, d);
     else
-        LAUNCH((dropout_kernel<1>), dim3((unsigned)ceil_div(row_elems, DROPOUT_BLOCK), B), DROPOUT_BLOCK, 0, stream,
-               out, inp, row_elems, d);
+        LAUNCH((dropout_kernel<1>), (unsigned)ceil_div(count, DROPOUT_BLOCK), DROPOUT_BLOCK, 0, stream, out, inp, first,
+               count, row_elems, d);
     CUDA_CHECK(cudaGetLastError());
 #endif
 }
@@ -131,16 +136,17 @@ static bool dropout_keeps_ref(const Dropout& d, uint64_t b, uint64_t head, uint3
     return h >= d.threshold;
 }
 
-/* dims: B, elements of a sequence, p in percent */
+/* dims: B, elements of a sequence, p in percent, the first element that there is */
 static void dropout_test(OpRun* run)
 {
     const int B = run->dims[0], n = run->dims[1];
+    const size_t first = run->dims[3], count = (size_t)B * n - first;
     const Dropout d = dropout_site(42, 3, 1, 1000, run->dims[2] / 100.0);
-    OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)B * n);
-    OpTensor<floatX> inp = op_input<floatX>(run, "inp", (size_t)B * n, 0.0, 1.0);
-    OP_RUN(run, 2.0 * B * n * sizeof(floatX), 0, dropout(out.dev, inp.dev, B, n, d, 0));
-    for (size_t i = 0; i < (size_t)B * n; i++) {
-        const bool keeps = dropout_keeps_ref(d, i / n, 0, (uint32_t)(i % n));
+    OpTensor<floatX> out = op_output<floatX>(run, "out", count);
+    OpTensor<floatX> inp = op_input<floatX>(run, "inp", count, 0.0, 1.0);
+    OP_RUN(run, 2.0 * count * sizeof(floatX), 0, dropout(out.dev, inp.dev, first, count, n, d, 0));
+    for (size_t i = 0; i < count; i++) {
+        const bool keeps = dropout_keeps_ref(d, (first + i) / n, 0, (uint32_t)((first + i) % n));
         out.f64[i] = keeps ? inp.f64[i] / (1 - run->dims[2] / 100.0) : 0;
         out.f32[i] = keeps ? inp.f32[i] * d.scale : 0;
     }
@@ -174,6 +180,8 @@ static const OpTest dropout_tests[] = {
     {"dropout", dropout_test, {3, 1000, 10}, OpWhen::ALWAYS},
     {"dropout", dropout_test, {2, 4099, 50}, OpWhen::ALWAYS},
     {"dropout", dropout_test, {2, 640, 0}, OpWhen::ALWAYS},
+    {"dropout", dropout_test, {5, 96, 30, 240}, OpWhen::ALWAYS},
+    {"dropout", dropout_test, {3, 99, 30, 100}, OpWhen::ALWAYS},
     {"dropout_statistics", dropout_statistics_test, {10}, OpWhen::ALWAYS},
     {"dropout_statistics", dropout_statistics_test, {50}, OpWhen::ALWAYS},
     {"dropout", dropout_test, {16, 1024 * 768, 10}, OpWhen::BENCH},

@@ -1,6 +1,7 @@
 /* embedding.cuh: token rows plus position rows, and their gradients. Without positions wpe and dwpe are null.
  *   out[b,t] = wte[tokens[b,t]] + wpe[t]      embedding_rows: out[n] = wte[tokens[n]] + wpe[positions[n]]
- *   of wte there may be some rows only: a range of tokens. Rows of out whose token is not among them stay as they are
+ *   of wte there may be some rows only: a range of tokens. Rows of out whose token is not among them stay as they are,
+ *   and rows of dout count for no gradient
  *   dwte[v] += sum of dout[b,t] over the places where tokens[b,t] == v       dwpe[t] += sum_b(dout[b,t])
  * shapes  out dout (B,T,C) floatX; tokens (B,T) int; wte (V,C) wpe (T,C) floatX or fp32; dwte (V,C) dwpe (T,C) fp32
  * writes  forward out =; backward dwte +=, dwpe +=
@@ -94,13 +95,16 @@ embedding_forward_kernel(floatX* out, const int* tokens, const int* positions, c
 }
 
 template <int W> static __global__ void __launch_bounds__(EMBEDDING_BLOCK)
-embedding_backward_wpe_kernel(float* dwpe, const floatX* dout, int B, int T, int C)
+embedding_backward_wpe_kernel(float* dwpe, const floatX* dout, const int* tokens, TokenRange range, int B, int T,
+                              int C)
 {
     const size_t t = blockIdx.x;
     for (int c = threadIdx.x * W; c < C; c += blockDim.x * W) {
         float sum[W] = {}, x[W];
 #pragma unroll 4
         for (int b = 0; b < B; b++) {
+            const int place = tokens[(size_t)b * T + t] - range.first;
+            if (place < 0 || place >= range.count) continue;
             load_vec(x, dout + ((size_t)b * T + t) * C + c);
 #pragma unroll
             for (int k = 0; k < W; k++) sum[k] += x[k];
@@ -175,7 +179,8 @@ template <int W> static void embedding_backward_launch(float* dwte, float* dwpe,
                                                        TokenRange range, int B, int T, int C, cudaStream_t stream)
 {
     if (dwpe != nullptr)
-        LAUNCH((embedding_backward_wpe_kernel<W>), T, embedding_block(C, W), 0, stream, dwpe, dout, B, T, C);
+        LAUNCH((embedding_backward_wpe_kernel<W>), T, embedding_block(C, W), 0, stream, dwpe, dout, tokens,
+               range, B, T, C);
     CUDA_CHECK(cudaGetLastError());
     const dim3 grid(B * T, (unsigned)ceil_div(C, EMBEDDING_BLOCK * W));
     LAUNCH((embedding_backward_wte_kernel<W>), grid, EMBEDDING_BLOCK, 0, stream, dwte, dout, tokens, range, B * T,
@@ -309,6 +314,7 @@ template <class E> static void embedding_rows_test(OpRun* run)
 static void embedding_backward_test(OpRun* run)
 {
     const int B = run->dims[0], T = run->dims[1], C = run->dims[2], V = run->dims[3], period = run->dims[4];
+    const int cut = run->dims[5];                    // the first token of a second piece of wte; 0: one piece
     const size_t N = (size_t)B * T, num_rows = N < (size_t)V ? N : (size_t)V;
     OpInts tokens = op_ints(run, "tokens", N, 0, V);
     for (size_t n = 0; n < N; n++) {
@@ -319,8 +325,13 @@ static void embedding_backward_test(OpRun* run)
     OpTensor<floatX> dout = op_grid<floatX>(run, "dout", OpKind::INPUT, N * C);
     OpTensor<float> dwte = op_grid<float>(run, "dwte", OpKind::INOUT, (size_t)V * C);
     OpTensor<float> dwpe = op_grid<float>(run, "dwpe", OpKind::INOUT, (size_t)T * C);
-    OP_RUN(run, (double)dout.n * sizeof(floatX) + 8.0 * C * (num_rows + T), 0,
-           embedding_backward(dwte.dev, dwpe.dev, dout.dev, tokens.dev, B, T, C, 0));
+    const TokenRange low = {0, cut, 0.5}, high = {cut, V - cut, 0.5};
+    auto backward = [&] {
+        if (cut == 0) return embedding_backward(dwte.dev, dwpe.dev, dout.dev, tokens.dev, B, T, C, 0);
+        embedding_backward(dwte.dev, dwpe.dev, dout.dev, tokens.dev, B, T, C, 0, low);
+        embedding_backward(dwte.dev + (size_t)cut * C, dwpe.dev, dout.dev, tokens.dev, B, T, C, 0, high);
+    };
+    OP_RUN(run, (double)dout.n * sizeof(floatX) + 8.0 * C * (num_rows + T), 0, backward());
     double* out = op_host(run, N * C);
     embedding_backward_ref(dwte.f64, dwpe.f64, dout.f64, tokens.h, B, T, C);
     op_check_exact(run, dwte);
@@ -360,6 +371,8 @@ static const OpTest embedding_tests[] = {
     {"embedding_backward", embedding_backward_test, {3, 7, 5, 4}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {2, 100, 40, 50}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {4, 300, 8, 900}, OpWhen::ALWAYS},
+    {"embedding_backward", embedding_backward_test, {2, 100, 40, 50, 0, 5}, OpWhen::ALWAYS},
+    {"embedding_backward", embedding_backward_test, {3, 40, 7, 30, 11, 9}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {1, 9, 2100, 6}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {5, 220, 4, 1100, 1024}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {5, 220, 4, 1100, 1025}, OpWhen::ALWAYS},

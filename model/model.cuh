@@ -510,7 +510,7 @@ static Dropout model_dropout(const Model* m, DropoutSite site, int layer)
 static void drop(const Model* m, floatX* out, const floatX* inp, DropoutSite site, int layer, int B, int T)
 {
     Dropout d = model_dropout(m, site, layer);
-    if (d.threshold > 0) dropout(out, inp, B, (size_t)T * m->config.C, d, m->zero->compute);
+    if (d.threshold > 0) dropout(out, inp, 0, (size_t)B * T * m->config.C, (size_t)T * m->config.C, d, m->zero->compute);
 }
 
 /* The gradient of what a branch added to the stream. */
@@ -518,7 +518,7 @@ static const floatX* branch_gradient(const Model* m, DropoutSite site, int layer
 {
     Dropout d = model_dropout(m, site, layer);
     if (d.threshold == 0) return m->dresidual;
-    dropout(m->dbranch, m->dresidual, B, (size_t)T * m->config.C, d, m->zero->compute);
+    dropout(m->dbranch, m->dresidual, 0, (size_t)B * T * m->config.C, (size_t)T * m->config.C, d, m->zero->compute);
     return m->dbranch;
 }
 

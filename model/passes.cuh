@@ -181,7 +181,7 @@ static LogitsPiece head_piece(const Model* m, int piece, int N, int* chunk_rows)
     const Config* c = &m->config;
     int first = piece * c->piece_rows, stride = piece_columns(c, piece), left = c->V - first;
     *chunk_rows = head_chunk_rows(m, N, (size_t)m->head_rows * c->VP / stride);
-    return LogitsPiece{first, left < stride ? left : stride, stride, piece == c->num_pieces - 1};
+    return LogitsPiece{first, left < stride ? left : stride, stride, piece == 0, piece == c->num_pieces - 1};
 }
 
 /* head_loss where the vocabulary is chunked; `backward` also reduces the gradients of its pieces. */
