@@ -5,7 +5,7 @@
  *          tokenizer.h             text <-> tokens                         update.h          the end of a step
  *          safetensors.h run_log.h weights, log.jsonl                      save.h            checkpoints
  * model/   shapes.cuh              presets, config.json          run/      start.cuh         from flags to memory
- *          model.cuh passes.cuh    tensors, forward, backward              train_step.cuh    one step
+ *          block.cuh passes.cuh    forward, backward                       train_step.cuh    one step
  *          generate.cuh            text from a model                       evaluate.cuh      validation
  *          choices.cuh             multiple choice                         report.cuh        what is printed, logged
  *                                                                          folder.cuh        save, resume, reproduce

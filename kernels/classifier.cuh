@@ -23,8 +23,8 @@
  * it on this rank; `last`: none follows on any rank. */
 typedef struct { int first, count, stride; bool starts, last; } LogitsPiece;
 
-/* What the columns so far say about each row: the target's logit, or with all columns the loss; the maximum, and the sum
- * of exponentials relative to it. */
+/* What the columns so far say about each row: the target's logit, or with all columns the loss; the maximum, and the
+ * sum of exponentials relative to it. */
 typedef struct { float *losses, *maxima; double* sums; } ClassifierRows;
 
 HOSTDEV void classifier_merge_row(ClassifierRows whole, ClassifierRows parts, int num_parts, const int* targets,

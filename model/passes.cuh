@@ -1,5 +1,5 @@
 /* passes.cuh: forward and backward of the whole model: the units one after another, their parameters when they are
- * needed, their gradients when they are complete. The blocks themselves are in model.cuh.
+ * needed, their gradients when they are complete. The blocks themselves are in block.cuh.
  *   model_visits       the order in which a micro-step uses the units' parameters; model_persistent: persistent units
  *   model_forward      tokens -> the input of the head     head_forward, head_loss   the head, in chunks of rows
  *   model_train_micro  tokens, targets -> gradients, sums  model_eval_micro          tokens, targets -> sums
@@ -13,7 +13,7 @@
  * all pieces for each chunk of rows (N / head_rows times the bytes), or keep the logits of all rows (2 N V bytes: for
  * llama3-8b at 8192 tokens twice the head itself). */
 #pragma once
-#include "model.cuh"
+#include "block.cuh"
 
 /* The top block of each segment is where the backward recomputes the segment. The top segment is not: its activations
  * are still stored. */

@@ -1,5 +1,5 @@
 /* tensors.cuh: the tensors of a model's file, one row each, by the names that each family gives them: the only lists of
- * tensors. Which of them a model has depends on its axes (config_has in model.cuh): one list serves models with and
+ * tensors. Which of them a model has depends on its axes (config_has in units.cuh): one list serves models with and
  * without biases, with and without a gate. */
 #pragma once
 

@@ -84,8 +84,8 @@ FAULTS = {
                            r"model/shapes.cuh:\d+: declares now_s, which data/clock.h:\d+ defines"),
     "part": ("zero/init.h", INCLUDE, '#pragma once\n#include "kernels/attention_tests.h"',
              r"zero/init.h:\d+: kernels/attention_tests.h is part of attention.cuh"),
-    "default": ("model/model.cuh", r"^    case Dim::ONE: break;$", "    default: break;",
-                r"model/model.cuh:\d+: default in a switch over an enum"),
+    "default": ("model/units.cuh", r"^    case Dim::ONE: break;$", "    default: break;",
+                r"model/units.cuh:\d+: default in a switch over an enum"),
     "default-of-plain-enumerators": ("data/flags.h", r"^    case ONEOF: return ", "    default: return ",
                                      r"data/flags.h:\d+: default in a switch over an enum"),
     "word-in-comment": ("zero/plan.h", INCLUDE, "#pragma once\n/* A card. */",
@@ -146,8 +146,8 @@ def test_enumerator_without_a_name(tree, plant):
 
 def test_enumerator_without_a_case(tree, plant):
     plant("model/tensors.cuh", r"^enum class Dim \{ ONE,", "enum class Dim { ONE, PLANTED,")
-    code, said = compiler(tree, "model/model.cuh")
-    assert code != 0 and any(re.match(r"model/model.cuh:\d+.*PLANTED.* not handled in switch", line) for line in said)
+    code, said = compiler(tree, "model/units.cuh")
+    assert code != 0 and any(re.match(r"model/units.cuh:\d+.*PLANTED.* not handled in switch", line) for line in said)
 
 
 def test_schedule_without_a_case(tree, plant):
