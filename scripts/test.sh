@@ -82,7 +82,8 @@ run_programs() {
 run_variants() {
     local isa
     run_beside sanitize-build make DEVICE=cpu SANITIZE=1 PREC=fp32 build/sanitize/train_gpt
-    run_beside portable-build make DEVICE=cpu ISA="avx512 avx2 sse2" PREC=fp32 BUILD=build/portable build/portable/train_gpt
+    run_beside portable-build make DEVICE=cpu ISA="avx512 avx2 sse2" PREC=fp32 BUILD=build/portable \
+        build/portable/train_gpt
     for isa in avx2 sse2; do
         run_beside "$isa-build" make DEVICE=cpu ISA=$isa PREC=fp32 BUILD=build/$isa build/$isa/test_ops.fp32
     done
