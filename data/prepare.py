@@ -6,14 +6,16 @@
     python3 data/prepare.py texts/ --tokenizer llama3/    a folder, nested or not: each text file in it is a document
     python3 data/prepare.py web.jsonl.zst --gpt2          a JSON object a line; its field "text" is a document
     python3 data/prepare.py qa.csv --field answer         a column of .csv, .tsv or .parquet; --field goes with JSON too
+    python3 data/prepare.py chats.jsonl --tokenizer qwen3/   conversations, by the chat template of a model's folder
     python3 data/prepare.py saved/                        a folder that datasets.save_to_disk wrote
     python3 data/prepare.py set_text_document.bin         Megatron's .bin and .idx: token ids already
     ./train_gpt -d data/sets/web -m d4 -n 100             trains on it
 
 It writes into data/sets/NAME, or --out:
     train_000000.bin ...   token shards (format: data/tokens.h)
-    val_000000.bin         the last 5 % of the text (--val-fraction), or the input's own part: of a text from a line's
+    val_000000.bin         the last 5 % of the text (--val-share), or the input's own part: of a text from a line's
                            start on, of records whole documents
+    train_000000.docs ...  of conversations: where each begins, and which tokens count in the loss (data/tokens.h)
     tokenizer.json         the tokenizer as Hugging Face reads it, with tokenizer_config.json; trained on the training
                            part alone if none is given
     meta.json              the data card: bytes, words, tokens and documents of each part, the ids before and after each
@@ -21,6 +23,9 @@ It writes into data/sets/NAME, or --out:
 
 Before each document comes what the tokenizer's post-processor puts there (Llama-3: <|begin_of_text|>; GPT-2, Qwen2 and
 those trained here: nothing), after it the base model's end-of-text token (<|end_of_text|>, <|endoftext|>).
+
+A JSON object with "messages" (or sharegpt's "conversations", "prompt" and "completion", "instruction" and "output") is
+a conversation (data/chat.py). What the assistant says counts in the loss, to the end of its turn; the rest does not.
 
 Text is read as a stream, in less than 1 GB of memory, and tokenized by --workers processes; the shards do not depend on
 their number. The input is read once before, to check it and to find the last 5 %. Until all is written, every file is
@@ -48,17 +53,21 @@ import zlib
 from concurrent.futures.process import BrokenProcessPool
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from chat import Template, conversation_of, flags_of, format_of, template_of            # noqa: E402
 from named_sets import SETS, URLS, fetch, named_parts          # noqa: E402
-from sources import CUT, PIECE_CHARS, Refused, decode, documents_of, pieces_of, sources_of, strings  # noqa: E402,F401
+from progress import PROGRESS, Gzip, Meter, Progress, sync_folder, write_json, write_synced      # noqa: E402
+from sources import (CUT, PIECE_CHARS, Refused, decode, documents_of, json_records, pieces_of,  # noqa: E402,F401
+                     sources_of, strings)
 from vocabulary import (cutting, marks, tokenizer_config, tokenizer_load, tokenizer_of, tokenizer_train,  # noqa: E402
                         vocab_size_of)
 
-HEADER_INT32S = 256                      # see data/tokens.h
+HEADER_INT32S = 256                      # see data/tokens.h, as the next four
+DOCS_MAGIC, DOCS_HEADER_BYTES = 0x73636F64, 64
+COUNTS, BEGINS = 1, 2
 BLOCK_BYTES = 1 << 19                    # what one worker gets at a time
 INLINE_BYTES = 1 << 23                   # smaller inputs are not worth processes
 TRAIN_BYTES = 1 << 27                    # a tokenizer is trained on a sample of this size of what is larger
 CHECKPOINT_SECONDS = 10
-PROGRESS = "prepare.progress"            # there while a preparation is unfinished; what it knows, as JSON
 PROGRESS_VERSION = 1
 
 
@@ -71,6 +80,7 @@ class Work:
     before, after = [], []
     vocab_size = 0                       # 0: not known
     small = True                         # uint16
+    template = None                      # of conversations
     lock = None                          # of the output folder: only the parent holds it
 
 
@@ -132,25 +142,44 @@ def blocks_of(sources, ranges, begin=(0, 0)):
         yield (len(ranges), 0), block
 
 
+def size_of(document):
+    """Bytes of text, or number of ids."""
+    if isinstance(document, tuple):
+        return conversation_of(*document).size_bytes
+    return len(document.encode() if isinstance(document, str) else document)
+
+
 def sizes_of_block(block):
     """[(file, bytes of text or number of ids, largest id), ...]"""
     sizes = []
     for file, unit in block:
-        documents = documents_of(unit)
+        documents, largest = documents_of(unit), 0
         if unit.kind == "ids":
             ids = [document for _, document in documents if len(document)]
             largest = max((int(document.max()) for document in ids), default=0)
             if Work.vocab_size and largest >= Work.vocab_size:
                 raise Refused(f"{unit.name}: document {unit.at} or one soon after it has the id {largest}, the "
                               f"tokenizer's vocabulary has {Work.vocab_size}; give the tokenizer that made the ids")
-            sizes.append((file, sum(map(len, ids)), largest))
-        else:
-            sizes.append((file, sum(len(text.encode()) for _, text in documents), 0))
+        if unit.kind == "chat":
+            for _, document in documents:                      # what the template refuses is said now
+                Work.template.render(conversation_of(*document))
+        sizes.append((file, sum(size_of(document) for _, document in documents), largest))
     return sizes
 
 
+class Encoded:
+    """What a worker makes of a block."""
+
+    def __init__(self, arrays, counts, texts="", flags=b"", tally=None):
+        self.ids = b"".join(array.tobytes() for array in arrays)
+        self.counts = counts             # (ids, bytes, words, begins a document) of each piece
+        self.texts = texts               # of the pieces, for gzip
+        self.flags, self.tally = flags, tally or {}            # of conversations: a byte for each id; what happened
+
+
 def encode_block(block):
-    """(ids as bytes, [(ids, bytes, words, begins a document) of each piece], the text)"""
+    if block[0][1].kind == "chat":
+        return encode_conversations([piece for _, unit in block for piece, _, _ in pieces_of(unit)])
     import numpy as np
     found = [piece for _, unit in block for piece in pieces_of(unit, Work.cut)]
     if found and not isinstance(found[0][0], str):
@@ -166,7 +195,30 @@ def encode_block(block):
         data = text.encode()
         arrays.append(body)
         counts.append((len(body), len(data), len(data.split()), first))
-    return b"".join(array.tobytes() for array in arrays), counts, "".join(texts)
+    return Encoded(arrays, counts, "".join(texts))
+
+
+def encode_conversations(documents):
+    """Whole conversations as the template writes them, marks included: nothing is laid before or after them."""
+    import numpy as np
+    rendered = [Work.template.render(conversation_of(*document)) for document in documents]
+    encodings = Work.tokenizer.encode_batch([text for text, _, _ in rendered], add_special_tokens=False)
+    arrays, counts, flags = [], [], bytearray()
+    tally = {"conversations": len(rendered), "tokens that count": 0, "trained on the last answer only": 0,
+             "left out, since no answer counts": 0}
+    for (text, spans, only_last), encoding in zip(rendered, encodings):
+        flag = flags_of(encoding.offsets, spans)
+        flag[:1] = b"\0"                                       # nothing predicts the first token
+        tally["left out, since no answer counts"] += not any(flag)
+        if not any(flag):
+            continue
+        tally["tokens that count"] += sum(flag)
+        tally["trained on the last answer only"] += only_last
+        flag[0] |= BEGINS
+        flags += flag
+        arrays.append(np.array(encoding.ids, "<u2" if Work.small else "<u4"))
+        counts.append((len(flag), len(text.encode()), len(text.split()), True))
+    return Encoded(arrays, counts, flags=bytes(flags), tally=tally)
 
 
 def without_marks(ids):
@@ -227,7 +279,7 @@ def document_cut(source, keep):
     """The document that goes past `keep` bytes."""
     for unit in source.units():
         for position, document in documents_of(unit):
-            keep -= len(document.encode() if isinstance(document, str) else document)
+            keep -= size_of(document)
             if keep < 0:
                 return position
     return 0
@@ -246,27 +298,11 @@ def training_texts(sources, ranges, total_bytes):
 
 # ---------------------------------------------------------------- writing
 
-def sync_folder(folder):
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_synced(path, data):
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_json(path, value):
-    write_synced(path + ".tmp", (json.dumps(value, indent=2) + "\n").encode())
-
-
 def shard_header(num_toks, num_bytes, num_words):
+    """Of conversations without bytes and words: the loss is of the answers alone, and no measure of the text."""
     import numpy as np
+    if Work.template:
+        num_bytes = num_words = 0
     header = np.zeros(HEADER_INT32S, dtype="<u4")
     header[0] = 20240520 if Work.small else 20240801
     header[1] = 1 if Work.small else 7
@@ -276,53 +312,53 @@ def shard_header(num_toks, num_bytes, num_words):
     return header.tobytes()
 
 
-class Progress:
-    """What is known of a preparation, in OUT/prepare.progress, so that it can go on after a kill.
-    state: key (arguments and input), plan (ranges and sizes of the parts), parts (of each: the shards that are closed,
-    the open one), position (part, file, units), meta; `names` when only the renames are left."""
-
-    def __init__(self, out, state):
-        self.out, self.state = out, state
-
-    def save(self):
-        path = os.path.join(self.out, PROGRESS)
-        write_json(path, self.state)
-        os.replace(path + ".tmp", path)
-        sync_folder(self.out)
+def docs_header(path, num_toks):
+    """Of the bytes that follow it in the file, one for each token."""
+    import numpy as np
+    flags = np.fromfile(path, "u1", offset=DOCS_HEADER_BYTES)
+    header = np.zeros(DOCS_HEADER_BYTES // 8, "<u8")
+    header[:4] = DOCS_MAGIC | 1 << 32, num_toks, np.count_nonzero(flags & BEGINS), np.count_nonzero(flags & COUNTS)
+    return header.tobytes()
 
 
 class ShardWriter:
-    """The shards of one part. Each is closed at the first piece that takes it past shard_tokens."""
+    """The shards of one part. Each is closed at the first piece that takes it past shard_tokens. Shards of
+    conversations have a second file, a byte for each token."""
 
     def __init__(self, out, part, state, shard_tokens):
         self.out, self.part, self.state, self.shard_tokens = out, part, state, shard_tokens
         self.token_bytes = 2 if Work.small else 4
-        self.file = None
-        for path in glob.glob(os.path.join(out, f"{part}_*.bin.tmp")):
-            if path not in map(self.path, range(len(state["closed"]) + 1)):
+        self.file = self.docs = None
+        state.setdefault("tally", {})
+        known = {path for number in range(len(state["closed"]) + 1) for path in self.paths(number)}
+        for path in glob.glob(os.path.join(glob.escape(out), f"{part}_*.tmp")):
+            if path not in known:
                 os.remove(path)
 
-    def path(self, number):
-        return os.path.join(self.out, f"{self.part}_{number:06d}.bin.tmp")
+    def paths(self, number):
+        return [os.path.join(self.out, f"{self.part}_{number:06d}.{kind}.tmp") for kind in ("bin", "docs")]
 
     def open(self):
-        path, size_bytes = self.path(len(self.state["closed"])), 4 * HEADER_INT32S
-        self.file = open(path, "r+b" if os.path.exists(path) else "w+b")
-        self.file.truncate(size_bytes + self.token_bytes * self.state["open"][0])
-        self.file.seek(0, os.SEEK_END)
+        path, docs = self.paths(len(self.state["closed"]))
+        self.file = open_at(path, 4 * HEADER_INT32S + self.token_bytes * self.state["open"][0])
+        self.docs = open_at(docs, DOCS_HEADER_BYTES + self.state["open"][0]) if Work.template else None
 
-    def put(self, data, counts):
+    def put(self, encoded):
         at = 0
-        for tokens, num_bytes, words, begins in counts:
+        for tokens, num_bytes, words, begins in encoded.counts:
             if self.file is None:
                 self.open()
-            end = at + tokens * self.token_bytes
-            self.file.write(data[at:end])
+            end = at + tokens
+            self.file.write(encoded.ids[at * self.token_bytes:end * self.token_bytes])
+            if self.docs:
+                self.docs.write(encoded.flags[at:end])
             at = end
             self.state["open"] = [a + b for a, b in zip(self.state["open"], (tokens, num_bytes, words))]
             self.state["documents"] += begins
             if self.state["open"][0] >= self.shard_tokens:
                 self.close()
+        tally = self.state["tally"]
+        tally.update((key, tally.get(key, 0) + count) for key, count in encoded.tally.items())
 
     def close(self):
         if self.file is None and self.state["open"][0] > 0:
@@ -330,90 +366,56 @@ class ShardWriter:
         if self.file is not None:
             self.file.seek(0)
             self.file.write(shard_header(*self.state["open"]))
+            if self.docs:
+                self.docs.flush()
+                header = docs_header(self.docs.name, self.state["open"][0])
+                self.docs.seek(0)
+                self.docs.write(header)
             self.sync()
-            self.file.close()
-            self.file = None
+            for file in self.files():
+                file.close()
+            self.file = self.docs = None
             self.state["closed"].append(self.state["open"])
             self.state["open"] = [0, 0, 0]
 
+    def files(self):
+        return [file for file in (self.file, self.docs) if file]
+
     def sync(self):
-        if self.file is not None:
-            self.file.flush()
-            os.fsync(self.file.fileno())
+        for file in self.files():
+            file.flush()
+            os.fsync(file.fileno())
 
     def total(self):
         sums = [sum(column) for column in zip(*self.state["closed"])]
         return {"bytes": sums[1], "words": sums[2], "tokens": sums[0], "documents": self.state["documents"],
-                "shards": len(self.state["closed"])}
+                "shards": len(self.state["closed"]), **({"answers": self.state["tally"]} if Work.template else {})}
 
 
-class Gzip:
-    """How small `gzip -9` makes a text; Python's zlib, a little different, where there is no gzip."""
-
-    def __init__(self):
-        self.size_bytes, self.packed_bytes = 0, 0
-        self.zlib = None if shutil.which("gzip") else zlib.compressobj(9, zlib.DEFLATED, 31)
-        if self.zlib is None:
-            self.process = subprocess.Popen("gzip -9 -n -c | wc -c", shell=True, stdin=subprocess.PIPE,
-                                            stdout=subprocess.PIPE)
-
-    def put(self, data):
-        self.size_bytes += len(data)
-        if self.zlib is None:
-            self.process.stdin.write(data)
-        else:
-            self.packed_bytes += len(self.zlib.compress(data))
-
-    def bits_per_byte(self):
-        if self.zlib is None:
-            self.packed_bytes = int(self.process.communicate()[0])
-        else:
-            self.packed_bytes += len(self.zlib.flush())
-        return round(8 * self.packed_bytes / max(1, self.size_bytes), 4)
-
-
-class Meter:
-    """How far it is, on standard output: a line that is rewritten on a terminal, one every 30 s elsewhere."""
-
-    def __init__(self, total_bytes, unit):
-        self.total_bytes, self.unit, self.done, self.here = total_bytes, unit, 0, 0
-        self.begun = self.said = time.time()
-        self.tty = sys.stdout.isatty()
-
-    def put(self, size_bytes):
-        self.done, self.here = self.done + size_bytes, self.here + size_bytes
-        now = time.time()
-        if now - self.said < (0.5 if self.tty else 30):
-            return
-        self.said = now
-        rate = self.here / (now - self.begun)
-        left = max(0, self.total_bytes - self.done) / rate if rate > 0 else 0
-        done, total, rate = (f"{count / 1e6:,.1f}" for count in (self.done, self.total_bytes, rate))
-        line = (f"{100 * self.done / max(1, self.total_bytes):5.1f} %  {done} of {total} M{self.unit}  "
-                f"{rate} M{self.unit}/s  {left / 60:.0f} min left")
-        print(f"\r{line:<78}" if self.tty else line, end="" if self.tty else "\n", flush=True)
-
-    def end(self):
-        if self.tty:
-            print("\r" + " " * 78 + "\r", end="", flush=True)
+def open_at(path, size_bytes):
+    """A file to go on with behind its first bytes."""
+    file = open(path, "r+b" if os.path.exists(path) else "w+b")
+    file.truncate(size_bytes)
+    file.seek(0, os.SEEK_END)
+    return file
 
 
 def write_part(progress, part, sources, ranges, args, meter):
     """The shards of one part, from where the state says on; the validation part from its start, since gzip sees it."""
     state = progress.state
     text = sources[0].kind != "megatron"
-    packed = Gzip() if part == "val" and text else None
+    packed = Gzip() if part == "val" and text and not Work.template else None
     if packed:
         state["position"], state["parts"][part] = [part, 0, 0], empty_part()
     writer = ShardWriter(progress.out, part, state["parts"][part], args.shard_tokens)
     saved = time.time()
     begin = tuple(state["position"][1:])
     meter.done += writer.state["open"][1] + sum(shard[1] for shard in writer.state["closed"])
-    for position, (data, counts, texts) in ordered(encode_block, blocks_of(sources, ranges, begin), args.processes):
-        writer.put(data, counts)
+    for position, encoded in ordered(encode_block, blocks_of(sources, ranges, begin), args.processes):
+        writer.put(encoded)
         if packed:
-            packed.put(texts.encode())
-        meter.put(sum(count[1 if text else 0] for count in counts))
+            packed.put(encoded.texts.encode())
+        meter.put(sum(count[1 if text else 0] for count in encoded.counts))
         if time.time() - saved >= CHECKPOINT_SECONDS:
             writer.sync()
             state["position"] = [part, *position]
@@ -429,14 +431,15 @@ def empty_part():
     return {"closed": [], "open": [0, 0, 0], "documents": 0}
 
 
-def old_shards(out):
-    return [path for part in ("train", "val", "test") for path in glob.glob(os.path.join(out, f"{part}_*.bin"))]
+def old_shards(out, kind="bin"):
+    return [path for part in ("train", "val", "test")
+            for path in glob.glob(os.path.join(glob.escape(out), f"{part}_*.{kind}"))]
 
 
 def give_names(progress):
     """The last step: every file gets its name, meta.json last. It can be killed and done again at any moment."""
     out, names = progress.out, progress.state["names"]
-    for path in old_shards(out):
+    for path in old_shards(out) + old_shards(out, "docs"):
         if os.path.basename(path) not in names:
             os.remove(path)
     for name in names:
@@ -453,8 +456,10 @@ def parse_arguments(arguments):
     parser.add_argument("what", metavar="NAME|FILE|DIR",
                         help=f"a data set by name ({', '.join(SETS)}), a file or a folder")
     parser.add_argument("--out", metavar="DIR", help="folder to write to (data/sets/NAME)")
-    parser.add_argument("--field", metavar="NAME", default="text", help="the field or column with the text, in JSON, "
-                        "CSV, parquet and arrow (text)")
+    parser.add_argument("--field", metavar="NAME", help="the field or column with the text, in JSON, CSV, parquet and "
+                        "arrow (text); JSON is then read as text where it could be conversations too")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja2 template for conversations, instead of that "
+                        "of the folder of --tokenizer")
     parser.add_argument("--suffix", metavar=".A,.B", help="of a folder only files that end so, comma-separated; what "
                         "has an unknown suffix is read as text")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="tokens of the tokenizer that is trained (4096)")
@@ -463,7 +468,7 @@ def parse_arguments(arguments):
     parser.add_argument("--gpt2-dir", metavar="DIR", help="where its tokenizer.json, or vocab.json and merges.txt, are")
     parser.add_argument("--end-of-text", metavar="TOKEN", help="the token between documents, instead of the base "
                         "model's that is found by name (<|endoftext|>, <|end_of_text|>, </s> ...)")
-    parser.add_argument("--val-fraction", type=float, default=0.05, metavar="F",
+    parser.add_argument("--val-share", "--val-fraction", dest="val_fraction", type=float, default=0.05, metavar="F",
                         help="share of the text kept for validation (0.05)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
                         help="tokens to a shard, about (100 million)")
@@ -477,7 +482,7 @@ def parse_arguments(arguments):
     if (args.vocab_size is not None) + (args.tokenizer is not None) + args.gpt2 > 1:
         parser.error("--vocab-size, --tokenizer and --gpt2 exclude one another: choose one")
     if not 0 < args.val_fraction < 1:
-        parser.error(f"--val-fraction is {args.val_fraction}, must be between 0 and 1")
+        parser.error(f"--val-share is {args.val_fraction}, must be between 0 and 1")
     if args.shard_tokens < 1:
         parser.error(f"--shard-tokens is {args.shard_tokens}, must be at least 1")
     if args.workers is not None and args.workers < 1:
@@ -498,7 +503,25 @@ def read_source(args):
     if not os.path.exists(what):
         raise Refused(f"{what}: is no file, no folder and none of the data sets {', '.join(SETS)}")
     stem, suffix = os.path.splitext(os.path.basename(os.path.normpath(what)))
-    return sources_of(what, args.field, args.suffixes), os.path.splitext(stem)[0] if suffix in (".gz", ".zst") else stem
+    parts = sources_of(what, args.field or "text", args.suffixes)
+    find_conversations(parts, args)
+    return parts, os.path.splitext(stem)[0] if suffix in (".gz", ".zst") else stem
+
+
+def find_conversations(parts, args):
+    """JSON whose first object is a conversation has conversations, unless --field says where its text is."""
+    sources = [source for part in parts for source in parts[part]]
+    found = None
+    if sources[0].kind == "json" and args.field is None:
+        first = next((record for unit in sources[0].units() for _, _, _, record in json_records(unit)), None)
+        found = format_of(first)
+    if found:
+        print(f"conversations, by the fields {', '.join(sorted(found[0]))} of the first line (--field text reads a "
+              f"field as text)", flush=True)
+        for source in sources:
+            source.kind = "chat"
+    elif args.chat_template:
+        raise Refused(f"--chat-template is for conversations, and {args.what} has none: leave it out, and --field too")
 
 
 def given_tokenizer(args):
@@ -527,14 +550,24 @@ def use_tokenizer(tokenizer, path, end_of_text):
     Work.before, Work.after = marks(tokenizer, path, end_of_text)
 
 
+def use_template(args, tokenizer, path, date):
+    """date: of the start of the preparation, for templates that write the day."""
+    if tokenizer is None:
+        raise Refused("conversations need the tokenizer and the chat template of a model: give its folder with "
+                      "--tokenizer DIR")
+    Work.template = Template(*template_of(path, args.chat_template), args.chat_template or path, date)
+
+
 def state_key(args, sources, tokenizer):
     """What must be the same for an unfinished preparation to go on: by name, so that the difference can be said."""
     import tokenizers
     text = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16] if tokenizer else f"{args.vocab_size or 4096}"
     files = hashlib.sha256(json.dumps([source.fingerprint() for source in sources]).encode()).hexdigest()[:16]
-    return {"input": args.what, "content of the input": files, "--field": args.field, "tokenizer": text,
+    return {"input": args.what, "content of the input": files, "--field": args.field or "text", "tokenizer": text,
             "--end-of-text": args.end_of_text, "--val-fraction": args.val_fraction, "--shard-tokens": args.shard_tokens,
-            "tokenizers": tokenizers.__version__, "version": PROGRESS_VERSION}
+            "tokenizers": tokenizers.__version__, "version": PROGRESS_VERSION,
+            **({"chat template": hashlib.sha256(Work.template.source.encode()).hexdigest()[:16]} if Work.template
+               else {})}
 
 
 def unfinished(out, key, force):
@@ -573,7 +606,7 @@ def plan_parts(args, parts, sources):
     for part in plan:
         if not plan[part]["ranges"] or not sum(sizes[i] for i, _, _ in plan[part]["ranges"]):
             raise Refused(f"{args.what}: its {part} part is empty; give more text"
-                          + (", or another --val-fraction" if part in ("train", "val") else ""))
+                          + (", or another --val-share" if part in ("train", "val") else ""))
     return plan, largest
 
 
@@ -601,20 +634,26 @@ def begin_state(args, parts, sources, key, name, kind, tokenizer, path):
         use_tokenizer(tokenizer, path, args.end_of_text)
     if tokenizer is None:
         Work.vocab_size, Work.small, kind = 0, largest < 65536, "not known: the input has token ids"
-    spell = [tokenizer.id_to_token(i) for i in Work.before + Work.after] if tokenizer else []
+    before, after = ([], []) if Work.template else (Work.before, Work.after)       # a template lays marks of its own
+    spell = [tokenizer.id_to_token(i) for i in before + after] if tokenizer else []
     meta = {"name": name, "tokenizer": kind, "vocab_size": Work.vocab_size,
-            "documents": {"before": spell[:len(Work.before)], "before_ids": Work.before,
-                          "after": spell[len(Work.before):], "after_ids": Work.after}}
+            "documents": {"before": spell[:len(before)], "before_ids": before,
+                          "after": spell[len(before):], "after_ids": after}}
     state = {"key": key, "plan": plan, "parts": {part: empty_part() for part in plan},
              "position": [next(iter(plan)), 0, 0], "meta": meta, "small": Work.small}
+    if Work.template:
+        state["date"], meta["chat_template"] = Work.template.date, Work.template.name
     os.makedirs(args.out, exist_ok=True)
     lock_folder(args.out)
     for stale in glob.glob(os.path.join(glob.escape(args.out), "*.tmp")):
         os.remove(stale)
     if tokenizer:
         write_synced(os.path.join(args.out, "tokenizer.json.tmp"), tokenizer.to_str(pretty=True).encode())
-        write_json(os.path.join(args.out, "tokenizer_config.json"),
-                   tokenizer_config(tokenizer, Work.before, Work.after))
+        config = tokenizer_config(tokenizer, Work.before, Work.after)
+        if Work.template:
+            config.update(Work.template.tokens)
+            write_synced(os.path.join(args.out, "chat_template.jinja.tmp"), Work.template.source.encode())
+        write_json(os.path.join(args.out, "tokenizer_config.json"), config)
     progress = Progress(args.out, state)
     progress.save()
     return progress
@@ -642,8 +681,13 @@ def prepare(args):
     if sources[0].content or sum(source.size_bytes() for source in sources) < INLINE_BYTES and not args.workers:
         args.processes = 1
     tokenizer, kind, path = given_tokenizer(args)
+    Work.template = None
+    if sources[0].kind == "chat":
+        use_template(args, tokenizer, path, begun)
     key = state_key(args, sources, tokenizer)
     state = unfinished(args.out, key, args.force)
+    if state and Work.template:
+        use_template(args, tokenizer, path, state["date"])
     if state is None and old_shards(args.out) and not args.force:
         raise Refused(f"{args.out}: already has {len(old_shards(args.out))} shards; choose another --out, or replace "
                       f"them with --force")
@@ -675,8 +719,10 @@ def write_parts(progress, sources, args):
         write_part(progress, part, sources, plan[part]["ranges"], args, meter)
     meter.end()
     write_json(os.path.join(progress.out, "meta.json"), state["meta"])
-    shards = [f"{part}_{i:06d}.bin" for part in reversed(names) for i in range(len(state["parts"][part]["closed"]))]
-    state["names"] = shards + ["tokenizer.json", "tokenizer_config.json", "meta.json"]
+    kinds = ("docs", "bin") if Work.template else ("bin",)     # a shard has its name last: it is never without .docs
+    shards = [f"{part}_{i:06d}.{kind}" for part in reversed(names) for i in range(len(state["parts"][part]["closed"]))
+              for kind in kinds]
+    state["names"] = shards + ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "meta.json"]
     progress.save()
 
 
@@ -689,9 +735,12 @@ def print_summary(out, meta, parts, seconds, processes):
     packed = meta["val"].get("gzip9_bits_per_byte")
     print(f"vocabulary {meta['vocab_size']} ({meta['tokenizer']})"
           + (f"; gzip -9 packs the val part to {packed:.2f} bits per byte" if packed is not None else ""))
+    for part in parts if Work.template else ():
+        print(f"{part}: " + "; ".join(f"{count:,} {what}" for what, count in meta[part]["answers"].items() if count))
     before, after = (" ".join(map(str, meta["documents"][key])) or "nothing" for key in ("before", "after"))
-    print(f"before each document: {before}; after it: {after}")
-    if before == after == "nothing" and meta["vocab_size"]:
+    print(f"chat template: {meta['chat_template']}" if Work.template else
+          f"before each document: {before}; after it: {after}")
+    if before == after == "nothing" and meta["vocab_size"] and not Work.template:
         print("no end-of-text token was found: nothing is between documents; name one with --end-of-text")
     workers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
     print(f"written to {out} in {seconds:.1f} s; at most {peak_kib() >> 10} MiB of memory"

@@ -7,6 +7,7 @@
 Kinds of files (a suffix may be followed by .gz or .zst, which are recognized by their first bytes):
     text      one document a file
     json      .jsonl .ndjson .json, an object a line, its field `text` (--field) a document
+    chat      the same, where the objects are conversations (chat.py)
     csv       .csv .tsv with a header line, a column is the field
     parquet   .parquet, a column is the field
     arrow     .arrow, and folders as `datasets` saves them (state.json and dataset_info.json, or dataset_dict.json)
@@ -261,14 +262,14 @@ def pieces(texts, name, cut=CUT, size=PIECE_CHARS):
 @dataclass
 class Unit:
     """Part of a file as it travels to a worker."""
-    kind: str                            # text, json, texts (documents), ids (documents as arrays of token ids)
+    kind: str                            # text, json, chat, texts (documents), ids (documents as arrays of token ids)
     name: str
     at: int                              # where it begins: line for json
     field: str
     data: object
 
     def size_bytes(self):
-        return len(self.data) if self.kind == "json" else sum(
+        return len(self.data) if self.kind in ("json", "chat") else sum(
             len(part[0] if self.kind == "text" else part) for part in self.data) * (4 if self.kind == "ids" else 1)
 
 
@@ -359,17 +360,15 @@ def json_range(source, data, line, begin, end):
         data = b"\n".join(lines[skip:None if end is None else max(0, end - line)])
         line += skip
     if data.strip():
-        yield Unit("json", source.path, line, source.field, data)
+        yield Unit(source.kind, source.path, line, source.field, data)
 
 
 JSON_KINDS = {int: "a number", float: "a number", bool: "a truth value", list: "a list", dict: "an object",
               type(None): "null"}
 
 
-def json_texts(unit):
-    """[(line from 0, text), ...] of a block of lines."""
-    key = json.dumps(unit.field, ensure_ascii=False).encode()
-    texts = []
+def json_records(unit):
+    """(line from 0, file and line for messages, the line, its object) of a block of lines."""
     for number, line in enumerate(unit.data.split(b"\n"), unit.at):
         if not line.strip():
             continue
@@ -384,6 +383,14 @@ def json_texts(unit):
             raise Refused(f"{where}: is not JSON ({reason}); each line must be one whole object") from None
         if not isinstance(record, dict):
             raise Refused(f"{where}: is {JSON_KINDS.get(type(record), 'a text')}, each line must be an object")
+        yield number, where, line, record
+
+
+def json_texts(unit):
+    """[(line from 0, text), ...] of a block of lines."""
+    key = json.dumps(unit.field, ensure_ascii=False).encode()
+    texts = []
+    for number, where, line, record in json_records(unit):
         if line.count(key) > 1:
             json.loads(line, object_pairs_hook=lambda pairs: single_key(pairs, unit.field, where))
         texts.append((number, field_text(record, unit.field, where)))
@@ -588,6 +595,7 @@ def megatron_units(source, begin, end):
 
 READERS = {
     "json": json_units,
+    "chat": json_units,
     "csv": lambda source, begin, end: batches(source, csv_texts(source), begin, end),
     "parquet": lambda source, begin, end: batches(source, column_texts(source, begin), begin, end),
     "arrow": lambda source, begin, end: batches(source, column_texts(source), begin, end),
@@ -599,6 +607,8 @@ def documents_of(unit):
     """[(position, document), ...] of a unit that is not `text`. Positions are those that units() takes."""
     if unit.kind == "json":
         return json_texts(unit)
+    if unit.kind == "chat":
+        return [(number, (record, where)) for number, where, _, record in json_records(unit)]
     return list(enumerate(unit.data, unit.at))
 
 
@@ -610,7 +620,7 @@ def pieces_of(unit, cut=CUT):
     for _, document in documents_of(unit):
         if len(document) == 0:
             continue
-        parts = [document] if unit.kind == "ids" else list(pieces([document], unit.name, cut))
+        parts = [document] if unit.kind in ("ids", "chat") else list(pieces([document], unit.name, cut))
         found += [(part, i == 0, i == len(parts) - 1) for i, part in enumerate(parts)]
     return found
 

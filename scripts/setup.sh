@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 PACKAGES="gcc g++ make openmpi-bin libopenmpi-dev libopenblas-openmp-dev libcjson-dev libpcre2-dev"
 PACKAGES="$PACKAGES bible-kjv python3 python3-venv"
 [ "${1:-}" != --tests ] || PACKAGES="$PACKAGES clang libclang-rt-dev"
-PYTHON_PACKAGES="numpy tokenizers matplotlib pytest pytest-xdist"
+PYTHON_PACKAGES="numpy tokenizers jinja2 matplotlib pytest pytest-xdist"
 [ "${1:-}" != --tests ] || PYTHON_PACKAGES="$PYTHON_PACKAGES pyarrow zstandard"      # data/prepare.py: parquet, .zst
 
 say() { echo "setup: $*"; }
