@@ -3,8 +3,9 @@
  *   LoaderConfig config = {...};                   sizes, this rank, seed; see the struct
  *   Loader* l = loader_open(&config, &set);        set: token_set_open of tokens.h, kept open by the caller
  *   loader_seek(l, position);                      windows used since the run began; 0 without a seek
- *   loader_next(l, inputs, targets);               the next micro-batch of this rank, (B,T) each; rows that are not
- *                                                  empty are returned. Blocks until it is read, dies if it cannot be
+ *   loader_next(l, inputs, targets, positions);    the next micro-batch of this rank, (B,T) each; rows that are not
+ *                                                  empty are returned. Blocks until it is read, dies if it cannot be.
+ *                                                  positions: of each token in its document; not without documents
  *   loader_position(l)                             windows used by the whole steps so far: what a checkpoint keeps
  *   loader_batch_windows(l, position)              windows in the global batch that begins there: less than B*G*R only
  *                                                  where the data end, 0 beyond
@@ -18,6 +19,16 @@
  * k*S, and of all but a shard's first only the last S targets count, those that no window before has: each is predicted
  * from at least T - S tokens.
  *
+ * What counts. The target of a place is -1 where the shard's flags say that it does not count.
+ *
+ * Documents. With `documents` a window holds whole documents, one after another, and shards do not matter. A document
+ * of n tokens has n - 1 inputs and as many targets: none is in another document. They are put into windows by first-fit
+ * decreasing (packing.h), equal lengths in an order drawn from the seed, so that windows depend on seed, lengths and T
+ * alone. A document with more than T inputs is left out, or with `cuts` becomes several, of T inputs each but the last.
+ * One of a single token has nothing to predict and is left out. Where documents begin the flags say, or without
+ * them the token end_tok, which ends each. What a window has left over is padding, input 0 and target -1, each
+ * a document of its own.
+ *
  * Order. p counts windows since the run began; p / W is the epoch, and window order(p % W) of the data comes at p. With
  * shuffle, order is a permutation of 0..W-1 drawn from (seed, epoch) alone: nothing of it is stored (loader_permute).
  * Optimizer step s holds the global batch of positions [s*B*G*R, (s+1)*B*G*R): it may begin in one epoch and end in the
@@ -27,9 +38,11 @@
  * End. At limit_windows, if it is not 0, the data end: later rows are empty, inputs 0 and targets -1, which no loss
  * counts. Training for E epochs sets E*W; validation sets W, shuffle off, and its last batch is as short as it comes.
  *
- * Not handled: windows across shards, documents of varying length, packing. */
+ * Not handled: windows across shards, unless of documents. */
 #pragma once
+#include <initializer_list>
 #include <pthread.h>
+#include "packing.h"
 #include "tokens.h"
 
 typedef struct {
@@ -41,6 +54,9 @@ typedef struct {
     bool shuffle;
     bool whole_tail;
     size_t stride;               // with whole_tail: from window to window, 1..T; 0 is T
+    bool documents;              // windows of whole documents
+    bool cuts;                   // those with more than T inputs are cut and not left out
+    int end_tok;                 // ends a document in shards without flags; -1: not known
 } LoaderConfig;
 
 #define LOADER_SLOTS 4           // micro-batches read ahead
@@ -49,9 +65,13 @@ typedef struct {
 typedef struct {
     int* inputs;                 // (B,T)
     int* targets;                // (B,T)
+    int* positions;              // (B,T) of documents; else null
     size_t num_rows;             // rows that are not empty
     bool failed;                 // then loader.error says why
 } LoaderSlot;
+
+/* A document, or a part of one: inputs first .. first + num_inputs - 1 of a file, targets one further. */
+typedef struct { size_t first; uint32_t file_idx, num_inputs; } Document;
 
 typedef struct {
     LoaderConfig config;
@@ -59,11 +79,16 @@ typedef struct {
     size_t* first_window;        // (num_files + 1) windows before each file; the last is W
     size_t num_windows;          // W
     size_t num_tail_toks;        // tokens that are neither input nor target in any window
+    Document* docs;              // (num_docs) window by window
+    size_t* first_doc;           // (W + 1) documents before each window
+    size_t num_docs, num_doc_inputs;
+    size_t num_long;             // documents with more than T inputs, left out or cut
     size_t start;                // position at the last seek
     size_t num_taken;            // micro-batches handed out since
     int* row;                    // (T+1) one window as it is read
-    int open_fd[LOADER_OPEN_FILES];
-    size_t open_file[LOADER_OPEN_FILES];
+    unsigned char* flags;        // (T+1)
+    int open_fd[2][LOADER_OPEN_FILES];               // of tokens, of flags
+    size_t open_file[2][LOADER_OPEN_FILES];
     char error[TOKENS_ERROR_BYTES];
     pthread_t thread;            // the fields below are shared with it, under the lock
     bool thread_runs, stop;
@@ -118,20 +143,24 @@ static inline size_t loader_window_at(const Loader* l, size_t p)
 
 /* ---------------------------------------------------------------- reading */
 
-/* Fills the slot's error instead of dying: the thread must not take the ranks down while the program talks to MPI. */
-static inline int loader_file(Loader* l, size_t file_idx)
+/* The file of tokens, or of their flags. Fills the slot's error instead of dying: the thread must not take the ranks
+ * down while the program talks to MPI. */
+static inline int loader_file(Loader* l, size_t file_idx, bool of_flags)
 {
     size_t place = file_idx % LOADER_OPEN_FILES;
-    if (l->open_fd[place] >= 0 && l->open_file[place] == file_idx) return l->open_fd[place];
-    if (l->open_fd[place] >= 0) close(l->open_fd[place]);
-    const char* path = l->set->files[file_idx].path;
-    l->open_file[place] = file_idx;
-    l->open_fd[place] = (int)TEMP_FAILURE_RETRY(open(path, O_RDONLY | O_CLOEXEC));
-    if (l->open_fd[place] < 0) {
+    int* fd = &l->open_fd[of_flags][place];
+    size_t* open_file = &l->open_file[of_flags][place];
+    if (*fd >= 0 && *open_file == file_idx) return *fd;
+    if (*fd >= 0) close(*fd);
+    const TokenFile* file = &l->set->files[file_idx];
+    const char* path = of_flags ? file->docs_path : file->path;
+    *open_file = file_idx;
+    *fd = (int)TEMP_FAILURE_RETRY(open(path, O_RDONLY | O_CLOEXEC));
+    if (*fd < 0) {
         snprintf(l->error, sizeof l->error, "%s: cannot be opened any more: %s; it was there when the run began",
                  path, strerror(errno));
     }
-    return l->open_fd[place];
+    return *fd;
 }
 
 static inline void loader_empty_row(int* inputs, int* targets, size_t from, size_t T)
@@ -144,6 +173,39 @@ static inline void loader_empty_row(int* inputs, int* targets, size_t from, size
 
 static inline size_t loader_stride(const LoaderConfig* c) { return c->stride > 0 ? c->stride : c->T; }
 
+/* num_inputs inputs from token `first` of a file on, and their targets. */
+static inline bool loader_read_toks(Loader* l, size_t file_idx, size_t first, size_t num_inputs, int* inputs,
+                                    int* targets)
+{
+    const TokenFile* file = &l->set->files[file_idx];
+    int fd = loader_file(l, file_idx, false);
+    if (fd < 0 || !token_file_read(file, fd, first, num_inputs + 1, l->config.V, l->row, l->error)) return false;
+    for (size_t t = 0; t < num_inputs; t++) {
+        inputs[t] = l->row[t];
+        targets[t] = l->row[t + 1];
+    }
+    if (file->docs_path == nullptr) return true;
+    fd = loader_file(l, file_idx, true);
+    if (fd < 0 || !token_docs_read(file, fd, first, num_inputs + 1, l->flags, l->error)) return false;
+    for (size_t t = 0; t < num_inputs; t++)
+        if ((l->flags[t + 1] & TOKEN_COUNTS) == 0) targets[t] = -1;
+    return true;
+}
+
+static inline bool loader_read_docs(Loader* l, size_t window_idx, int* inputs, int* targets, int* positions)
+{
+    size_t at = 0, T = l->config.T;
+    for (size_t d = l->first_doc[window_idx]; d < l->first_doc[window_idx + 1]; d++) {
+        const Document* doc = &l->docs[d];
+        if (!loader_read_toks(l, doc->file_idx, doc->first, doc->num_inputs, inputs + at, targets + at)) return false;
+        for (size_t t = 0; t < doc->num_inputs; t++) positions[at + t] = (int)t;
+        at += doc->num_inputs;
+    }
+    loader_empty_row(inputs, targets, at, T);
+    memset(positions + at, 0, (T - at) * sizeof *positions);
+    return true;
+}
+
 static inline bool loader_read_window(Loader* l, size_t window_idx, int* inputs, int* targets)
 {
     size_t low = 0, high = l->set->num_files;         // the file with first_window[low] <= window_idx < [low + 1]
@@ -155,12 +217,8 @@ static inline bool loader_read_window(Loader* l, size_t window_idx, int* inputs,
     const TokenFile* file = &l->set->files[low];
     size_t T = l->config.T, stride = loader_stride(&l->config), first = (window_idx - l->first_window[low]) * stride;
     size_t num_targets = file->num_toks - 1 - first < T ? file->num_toks - 1 - first : T;
-    int fd = loader_file(l, low);
-    if (fd < 0 || !token_file_read(file, fd, first, num_targets + 1, l->config.V, l->row, l->error)) return false;
-    for (size_t t = 0; t < num_targets; t++) {
-        inputs[t] = l->row[t];
-        targets[t] = first > 0 && t < T - stride ? -1 : l->row[t + 1];
-    }
+    if (!loader_read_toks(l, low, first, num_targets, inputs, targets)) return false;
+    for (size_t t = 0; first > 0 && t < T - stride; t++) targets[t] = -1;       // a window before has counted them
     loader_empty_row(inputs, targets, num_targets, T);
     return true;
 }
@@ -176,11 +234,15 @@ static inline void loader_read_slot(Loader* l, LoaderSlot* slot, size_t start, s
     for (size_t b = 0; b < c->B; b++) {
         int* inputs = slot->inputs + b * c->T;
         int* targets = slot->targets + b * c->T;
+        int* positions = c->documents ? slot->positions + b * c->T : nullptr;
         if (c->limit_windows != 0 && first + b >= c->limit_windows) {
             loader_empty_row(inputs, targets, 0, c->T);
+            if (c->documents) memset(positions, 0, c->T * sizeof *positions);
             continue;
         }
-        if (!loader_read_window(l, loader_window_at(l, first + b), inputs, targets)) {
+        const size_t window_idx = loader_window_at(l, first + b);
+        if (!(c->documents ? loader_read_docs(l, window_idx, inputs, targets, positions)
+                           : loader_read_window(l, window_idx, inputs, targets))) {
             slot->failed = true;
             return;
         }
@@ -226,9 +288,6 @@ static inline void loader_count_windows(Loader* l)
     size_t longest_toks = 0;
     for (size_t i = 0; i < l->set->num_files; i++) {
         const TokenFile* file = &l->set->files[i];
-        ENSURE(file->vocab_size <= c->V, "%s: was made with a vocabulary of %zu ids (byte 16), the model has %zu rows; "
-               "make it again with the model's tokenizer, or choose the model to fit", file->path, file->vocab_size,
-               c->V);
         size_t windows = loader_file_windows(file, c);
         size_t used = windows == 0 ? 0 : windows * c->T + 1;
         l->first_window[i] = l->num_windows;
@@ -243,6 +302,131 @@ static inline void loader_count_windows(Loader* l)
            c->whole_tail ? 2 : c->T + 1, longest_toks > 1 ? longest_toks - 1 : 0);
 }
 
+/* ---------------------------------------------------------------- documents */
+
+/* Documents as they are found; the arrays grow. */
+typedef struct { Document* docs; size_t num_docs, num_long, room; } DocumentList;
+
+static inline void documents_put(DocumentList* list, Document doc)
+{
+    if (list->num_docs == list->room) {
+        list->room = list->room > 0 ? 2 * list->room : 1024;
+        list->docs = (Document*)realloc(list->docs, list->room * sizeof *list->docs);
+        ENSURE(list->docs != nullptr, "out of host memory for a list of %zu documents", list->room);
+    }
+    list->docs[list->num_docs++] = doc;
+}
+
+/* The document of tokens [begin, end) of a file. */
+static inline void documents_add(DocumentList* list, const LoaderConfig* c, size_t file_idx, size_t begin, size_t end)
+{
+    size_t num_inputs = end - begin - 1;
+    if (num_inputs == 0) return;
+    list->num_long += num_inputs > c->T;
+    if (num_inputs > c->T && !c->cuts) return;
+    for (; num_inputs > 0; begin += c->T) {
+        const size_t part = num_inputs < c->T ? num_inputs : c->T;
+        documents_put(list, Document{begin, (uint32_t)file_idx, (uint32_t)part});
+        num_inputs -= part;
+    }
+}
+
+#define DOCUMENTS_READ_TOKS ((size_t)1 << 18)        // a piece of a file in which documents are looked for
+
+/* Reads a shard from end to end: its flags, or its tokens. */
+static inline void documents_find(DocumentList* list, Loader* l, size_t file_idx)
+{
+    const TokenFile* file = &l->set->files[file_idx];
+    const bool has_flags = file->docs_path != nullptr;
+    int* toks = (int*)malloc_checked(DOCUMENTS_READ_TOKS * sizeof *toks);
+    unsigned char* flags = (unsigned char*)toks;
+    int fd = loader_file(l, file_idx, has_flags);
+    ENSURE(fd >= 0, "%s", l->error);
+    size_t begin = 0, num_begun = 0;
+    for (size_t done = 0, count; done < file->num_toks; done += count) {
+        count = file->num_toks - done < DOCUMENTS_READ_TOKS ? file->num_toks - done : DOCUMENTS_READ_TOKS;
+        bool read = has_flags ? token_docs_read(file, fd, done, count, flags, l->error)
+                              : token_file_read(file, fd, done, count, l->config.V, toks, l->error);
+        ENSURE(read, "%s", l->error);
+        for (size_t i = 0; i < count; i++) {
+            const bool begins = has_flags && (flags[i] & TOKEN_BEGINS) != 0;
+            const bool ends = !has_flags && toks[i] == l->config.end_tok;
+            const size_t border = done + i + ends;
+            num_begun += begins;
+            if ((!begins && !ends) || border == begin) continue;
+            documents_add(list, &l->config, file_idx, begin, border);
+            begin = border;
+        }
+    }
+    if (begin < file->num_toks) documents_add(list, &l->config, file_idx, begin, file->num_toks);
+    ENSURE(!has_flags || num_begun == file->num_docs, "%s: %zu tokens begin a document, its header (byte 16) says %zu; "
+           "make the shard again with data/prepare.py", file->docs_path, num_begun, file->num_docs);
+    free(toks);
+}
+
+/* Sorts by falling length, equal ones in an order drawn from the seed. */
+static inline Document* documents_sort(const DocumentList* list, const LoaderConfig* c)
+{
+    size_t* place = (size_t*)malloc_checked((c->T + 2) * sizeof *place);       // of the next document of each length
+    memset(place, 0, (c->T + 2) * sizeof *place);
+    for (size_t d = 0; d < list->num_docs; d++) place[list->docs[d].num_inputs - 1]++;
+    for (size_t length = c->T; length-- > 0;) place[length] += place[length + 1];   // those that are at least as long
+    Document* sorted = (Document*)malloc_checked(list->num_docs * sizeof *sorted);
+    for (size_t i = 0; i < list->num_docs; i++) {
+        const Document* doc = &list->docs[loader_permute(i, list->num_docs, c->seed, UINT64_MAX)];
+        sorted[place[doc->num_inputs]++] = *doc;
+    }
+    free(place);
+    return sorted;
+}
+
+/* Finds all documents and puts them into windows. */
+static inline void loader_pack(Loader* l)
+{
+    DocumentList list = {};
+    const TokenSet* set = l->set;
+    ENSURE(set->num_files <= UINT32_MAX, "%s: %zu shards", l->config.flag, set->num_files);
+    for (size_t i = 0; i < set->num_files; i++) documents_find(&list, l, i);
+    const size_t n = l->num_docs = list.num_docs, T = l->config.T;
+    l->num_long = list.num_long;
+    ENSURE(n > 0, "%s: %s%s has no document of 2 to %zu tokens, %zu are longer; give a larger --seq-len, or --too-long "
+           "cut", l->config.flag, set->files[0].path, set->num_files > 1 ? " with the other shards" : "", T + 1,
+           l->num_long);
+    ENSURE(n < UINT32_MAX, "%s: has %zu documents, at most %u are packed", l->config.flag, n, UINT32_MAX - 1);
+    Document* sorted = documents_sort(&list, &l->config);
+    free(list.docs);
+    uint32_t* sizes = (uint32_t*)malloc_checked(2 * n * sizeof *sizes), *window_of = sizes + n;
+    for (size_t d = 0; d < n; d++) {
+        sizes[d] = sorted[d].num_inputs;
+        l->num_doc_inputs += sizes[d];
+    }
+    l->num_windows = first_fit(window_of, sizes, n, (uint32_t)T);
+    l->first_doc = (size_t*)malloc_checked((l->num_windows + 2) * sizeof *l->first_doc);
+    memset(l->first_doc, 0, (l->num_windows + 2) * sizeof *l->first_doc);
+    for (size_t d = 0; d < n; d++) l->first_doc[window_of[d] + 2]++;
+    for (size_t w = 2; w < l->num_windows + 2; w++) l->first_doc[w] += l->first_doc[w - 1];
+    l->docs = (Document*)malloc_checked(n * sizeof *l->docs);
+    for (size_t d = 0; d < n; d++) l->docs[l->first_doc[window_of[d] + 1]++] = sorted[d];      // moves each end up
+    free(sizes);
+    free(sorted);
+}
+
+/* Host memory that documents take, in bytes. */
+static inline size_t loader_docs_bytes(const Loader* l)
+{
+    return !l->config.documents ? 0 : l->num_docs * sizeof *l->docs + (l->num_windows + 2) * sizeof *l->first_doc;
+}
+
+static inline void loader_ensure_vocabulary(const Loader* l)
+{
+    for (size_t i = 0; i < l->set->num_files; i++) {
+        const TokenFile* file = &l->set->files[i];
+        ENSURE(file->vocab_size <= l->config.V, "%s: was made with a vocabulary of %zu ids (byte 16), the model has "
+               "%zu rows; make it again with the model's tokenizer, or choose the model to fit", file->path,
+               file->vocab_size, l->config.V);
+    }
+}
+
 static inline Loader* loader_open(const LoaderConfig* config, const TokenSet* set)
 {
     ENSURE(config->B > 0 && config->T > 0 && config->G > 0 && config->R > 0 && config->rank < config->R,
@@ -252,14 +436,19 @@ static inline Loader* loader_open(const LoaderConfig* config, const TokenSet* se
     memset(l, 0, sizeof *l);
     l->config = *config;
     l->set = set;
-    loader_count_windows(l);
-    size_t slot_elems = config->B * config->T;
-    for (int i = 0; i < LOADER_SLOTS; i++) {
-        l->slots[i].inputs = (int*)malloc_checked(slot_elems * sizeof(int));
-        l->slots[i].targets = (int*)malloc_checked(slot_elems * sizeof(int));
+    for (int* fds : l->open_fd)
+        for (int i = 0; i < LOADER_OPEN_FILES; i++) fds[i] = -1;
+    loader_ensure_vocabulary(l);
+    if (config->documents) loader_pack(l);
+    else loader_count_windows(l);
+    size_t slot_bytes = config->B * config->T * sizeof(int);
+    for (LoaderSlot& slot : l->slots) {
+        slot.inputs = (int*)malloc_checked(slot_bytes);
+        slot.targets = (int*)malloc_checked(slot_bytes);
+        if (config->documents) slot.positions = (int*)malloc_checked(slot_bytes);
     }
     l->row = (int*)malloc_checked((config->T + 1) * sizeof(int));
-    for (int i = 0; i < LOADER_OPEN_FILES; i++) l->open_fd[i] = -1;
+    l->flags = (unsigned char*)malloc_checked(config->T + 1);
     pthread_mutex_init(&l->lock, nullptr);
     pthread_cond_init(&l->changed, nullptr);
     return l;
@@ -278,7 +467,7 @@ static inline void loader_seek(Loader* l, size_t position, size_t G = 0)
     pthread_mutex_unlock(&l->lock);
 }
 
-static inline size_t loader_next(Loader* l, int* inputs, int* targets)
+static inline size_t loader_next(Loader* l, int* inputs, int* targets, int* positions = nullptr)
 {
     if (!l->thread_runs) {
         int result = pthread_create(&l->thread, nullptr, loader_thread, l);
@@ -293,6 +482,7 @@ static inline size_t loader_next(Loader* l, int* inputs, int* targets)
     size_t slot_bytes = l->config.B * l->config.T * sizeof(int), num_rows = slot->num_rows;
     memcpy(inputs, slot->inputs, slot_bytes);         // the thread leaves a full slot alone
     memcpy(targets, slot->targets, slot_bytes);
+    if (positions != nullptr) memcpy(positions, slot->positions, slot_bytes);
     pthread_mutex_lock(&l->lock);
     l->num_taken++;
     pthread_cond_broadcast(&l->changed);
@@ -323,16 +513,18 @@ static inline void loader_close(Loader* l)
         pthread_mutex_unlock(&l->lock);
         pthread_join(l->thread, nullptr);
     }
-    for (int i = 0; i < LOADER_OPEN_FILES; i++) {
-        if (l->open_fd[i] >= 0) close(l->open_fd[i]);
+    for (const int* fds : l->open_fd) {
+        for (int i = 0; i < LOADER_OPEN_FILES; i++)
+            if (fds[i] >= 0) close(fds[i]);
     }
-    for (int i = 0; i < LOADER_SLOTS; i++) {
-        free(l->slots[i].inputs);
-        free(l->slots[i].targets);
-    }
+    for (const LoaderSlot& slot : l->slots)
+        for (int* array : {slot.inputs, slot.targets, slot.positions}) free(array);
     pthread_mutex_destroy(&l->lock);
     pthread_cond_destroy(&l->changed);
     free(l->row);
+    free(l->flags);
     free(l->first_window);
+    free(l->docs);
+    free(l->first_doc);
     free(l);
 }

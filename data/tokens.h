@@ -3,6 +3,7 @@
  *   TokenFile f = token_file_open(path, raw);      checks the header against the file, refuses in one sentence
  *   token_file_read(&f, fd, first, n, V, out, err) n tokens from token `first` on, each checked to be below V
  *   TokenSet s = token_set_open(spec, split, raw); file, pattern or folder -> its shards, sorted by name
+ *   token_docs_read(&f, fd, first, n, flags, err)  their flags, where f has a file of them
  *   TokenWriter w = token_writer_open(path, V);    token_writer_put(&w, ids, n); token_writer_close(&w, bytes, words)
  *
  * A shard is a header of 256 little-endian int32 (1024 bytes), then the tokens without gap:
@@ -16,7 +17,18 @@
  *     28 [7][8]  words of that text (runs without ASCII white space), low and high 32 bits, 0 if not known
  *     36         zeros to byte 1024
  *   1024         tokens, 2 or 4 bytes each, little-endian; the file ends with the last one
- * nanoGPT's .bin is the same without a header, uint16 only: read when `raw` is true. */
+ * nanoGPT's .bin is the same without a header, uint16 only: read when `raw` is true.
+ *
+ * A shard NAME.bin of conversations has NAME.docs beside it, which says where each begins and what counts in the loss:
+ *   byte         holds
+ *      0  int32  magic: 0x73636f64, "docs"
+ *      4  int32  version: 1
+ *      8  int64  number of tokens: that of the shard
+ *     16  int64  how many of them begin a document
+ *     24  int64  how many of them count
+ *     32         zeros to byte 64
+ *     64         a byte for each token: bit 0 it counts in the loss where it is the target, bit 1 a document begins
+ *                with it; the other bits are 0. A document begins with the first token. Without this file all count. */
 #pragma once
 #include <glob.h>
 #include "files.h"
@@ -28,6 +40,10 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "tokens are read as the
 #define TOKENS_MAGIC_U32 20240801u
 #define TOKENS_HEADER_BYTES 1024
 #define TOKENS_ERROR_BYTES 1024          // room for one sentence about one file
+#define DOCS_MAGIC 0x73636f64u
+#define DOCS_HEADER_BYTES 64
+
+enum TokenFlag { TOKEN_COUNTS = 1, TOKEN_BEGINS = 2 };   // bits of a byte of NAME.docs
 
 typedef struct {
     char* path;
@@ -36,12 +52,16 @@ typedef struct {
     int tok_bytes;                       // 2 or 4
     size_t vocab_size;                   // 0: not known
     size_t text_bytes, num_words;        // 0: not known
+    char* docs_path;                     // of the file of flags; null: there is none
+    size_t num_docs;                     // where there is one
+    size_t num_counted;                  // tokens that count as targets; without such a file all
 } TokenFile;
 
 typedef struct {
     TokenFile* files;
     size_t num_files;
-    size_t num_toks;                     // over all files
+    size_t num_toks, num_counted;        // over all files
+    bool has_docs;                       // every file has flags
     size_t text_bytes, num_words;        // over all files; 0 unless every file knows its own
 } TokenSet;
 
@@ -60,7 +80,7 @@ static inline TokenFile token_file_open_raw(const char* path, size_t file_bytes)
 {
     ENSURE(file_bytes % 2 == 0, "%s: %zu bytes is not a whole number of uint16 tokens, as a raw token file must be; "
            "the file was cut short, or it is not one", path, file_bytes);
-    TokenFile file = {strdup(path), file_bytes / 2, 0, 2, 0, 0, 0};
+    TokenFile file = {strdup(path), file_bytes / 2, 0, 2, 0, 0, 0, nullptr, 0, file_bytes / 2};
     return file;
 }
 
@@ -99,6 +119,38 @@ static inline const char* token_path_stem(const char* path, int* length)
     return begin;
 }
 
+/* The flags beside a shard, if there are any. */
+static inline void token_docs_open(TokenFile* file)
+{
+    char path[4096];
+    const size_t length = strlen(file->path);
+    const bool is_bin = length > 4 && strcmp(file->path + length - 4, ".bin") == 0;
+    file->num_counted = file->num_toks;
+    if (snprintf(path, sizeof path, "%.*s.docs", (int)(is_bin ? length - 4 : length), file->path) >= (int)sizeof path ||
+        !file_exists(path))
+        return;
+    int fd = file_open(path);
+    struct stat st;
+    ENSURE(fstat(fd, &st) == 0, "%s: cannot be examined: %s", path, strerror(errno));
+    uint64_t header[DOCS_HEADER_BYTES / 8] = {0};
+    size_t got = pread_full(fd, header, sizeof header, 0), have = (size_t)st.st_size;
+    int read_errno = errno;
+    close(fd);
+    ENSURE(got == sizeof header || read_errno == 0, "%s: reading its header failed at byte %zu: %s", path, got,
+           strerror(read_errno));
+    ENSURE(header[0] == (DOCS_MAGIC | (uint64_t)1 << 32), "%s: begins with %llx (byte 0), the flags of a shard begin "
+           "with %llx; make the shard again with data/prepare.py", path, (unsigned long long)header[0],
+           (unsigned long long)(DOCS_MAGIC | (uint64_t)1 << 32));
+    ENSURE(header[1] == file->num_toks && have == DOCS_HEADER_BYTES + file->num_toks,
+           "%s: is for %llu tokens (byte 8) and has %zu bytes, %s has %zu tokens, whose flags are %zu bytes; make the "
+           "shard again with data/prepare.py", path, (unsigned long long)header[1], have, file->path, file->num_toks,
+           DOCS_HEADER_BYTES + file->num_toks);
+    file->docs_path = strdup(path);
+    ENSURE(file->docs_path != nullptr, "out of host memory for a file name");
+    file->num_docs = header[2];
+    file->num_counted = header[3];
+}
+
 static inline TokenFile token_file_open(const char* path, bool raw)
 {
     int length;
@@ -112,7 +164,9 @@ static inline TokenFile token_file_open(const char* path, bool raw)
     size_t file_bytes = (size_t)st.st_size;
     if (raw) {
         close(fd);
-        return token_file_open_raw(path, file_bytes);
+        TokenFile file = token_file_open_raw(path, file_bytes);
+        token_docs_open(&file);
+        return file;
     }
 
     uint32_t header[TOKENS_HEADER_BYTES / 4];
@@ -131,6 +185,7 @@ static inline TokenFile token_file_open(const char* path, bool raw)
            "again with data/prepare.py", path, header[1], u16 ? "only 1 is" : "only 1 and 7 are");
 
     TokenFile file;
+    memset(&file, 0, sizeof file);
     file.tok_bytes = u16 ? 2 : 4;
     file.first_byte = TOKENS_HEADER_BYTES;
     file.num_toks = token_header_u64(header, 2);
@@ -144,12 +199,14 @@ static inline TokenFile token_file_open(const char* path, bool raw)
            have_bytes, (double)have_bytes / file.tok_bytes);
     file.path = strdup(path);
     ENSURE(file.path != nullptr, "out of host memory for a file name");
+    token_docs_open(&file);
     return file;
 }
 
 static inline void token_file_close(TokenFile* file)
 {
     free(file->path);
+    free(file->docs_path);
     memset(file, 0, sizeof *file);
 }
 
@@ -181,6 +238,27 @@ static inline bool token_file_read(const TokenFile* file, int fd, size_t first, 
         snprintf(error, TOKENS_ERROR_BYTES, "%s: token %zu (byte %zu) is %u, the model's vocabulary has %zu rows; the "
                  "shard was made with another tokenizer: make it again with the model's, or train a model with "
                  "more rows", file->path, first + i, offset + i * file->tok_bytes, tok, V);
+        return false;
+    }
+    return true;
+}
+
+/* The flags of tokens [first, first + count) of the file of flags that is open as fd; otherwise as token_file_read. */
+static inline bool token_docs_read(const TokenFile* file, int fd, size_t first, size_t count, unsigned char* flags,
+                                   char error[TOKENS_ERROR_BYTES])
+{
+    size_t got = pread_full(fd, flags, count, DOCS_HEADER_BYTES + first);
+    if (got != count) {
+        snprintf(error, TOKENS_ERROR_BYTES, "%s: need %zu bytes at byte %zu, have %zu%s%s; the file changed while it "
+                 "was read, or its disk failed", file->docs_path, count, DOCS_HEADER_BYTES + first, got,
+                 errno ? ": " : "", errno ? strerror(errno) : "");
+        return false;
+    }
+    for (size_t i = 0; i < count; i++) {
+        if ((flags[i] & ~(TOKEN_COUNTS | TOKEN_BEGINS)) == 0) continue;
+        snprintf(error, TOKENS_ERROR_BYTES, "%s: byte %zu is %u, which has other bits than 1 and 2; the file is "
+                 "damaged: make the shard again with data/prepare.py", file->docs_path, DOCS_HEADER_BYTES + first + i,
+                 flags[i]);
         return false;
     }
     return true;
@@ -272,9 +350,12 @@ static inline TokenSet token_set_open(const char* spec, const char* split, bool 
 
     set.files = (TokenFile*)malloc_checked(set.num_files * sizeof *set.files);
     bool bytes_known = true, words_known = true;
+    set.has_docs = true;
     for (size_t i = 0; i < set.num_files; i++) {
         set.files[i] = token_file_open(paths[i], raw);
         set.num_toks += set.files[i].num_toks;
+        set.num_counted += set.files[i].num_counted;
+        set.has_docs = set.has_docs && set.files[i].docs_path != nullptr;
         set.text_bytes += set.files[i].text_bytes;
         set.num_words += set.files[i].num_words;
         bytes_known = bytes_known && set.files[i].text_bytes > 0;

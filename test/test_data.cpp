@@ -5,7 +5,9 @@
  *   test_data --resave IN OUT MAX_BYTES    reads all tensors of IN and writes them to OUT
  *   test_data --permute N SEED EPOCH       the window order, one number a line
  *   test_data --stream PATH RAW T V        every window of a set in order, one a line
- * test_data.h has the means, test_data_formats.h the tests of JSON, safetensors and tokenizer. */
+ * test_data.h has the means, test_data_formats.h the tests of JSON, safetensors and tokenizer, test_data_documents.h
+ * those of documents. */
+#include "test_data_documents.h"
 #include "test_data_formats.h"
 
 /* ---------------------------------------------------------------- token shards */
@@ -167,7 +169,7 @@ static void test_permutation()
 
 static LoaderConfig small_config(size_t B, size_t G, size_t R, size_t rank)
 {
-    LoaderConfig c = {"--data", B, 4, G, R, rank, 1000, 0, 7, true, false, 0};
+    LoaderConfig c = {"--data", B, 4, G, R, rank, 1000, 0, 7, true, false, 0, false, false, -1};
     return c;
 }
 
@@ -304,7 +306,7 @@ static void test_loader_whole_tail()         // validation: every token but each
 {
     TokenSet set = two_shards();
     for (size_t T = 1; T < 80; T += 6) {
-        LoaderConfig c = {"--val", 3, T, 1, 2, 0, 1000, 0, 0, false, true, 0};
+        LoaderConfig c = {"--val", 3, T, 1, 2, 0, 1000, 0, 0, false, true, 0, false, false, -1};
         int seen[1000] = {0};
         int* inputs = (int*)malloc_checked(6 * T * sizeof(int));
         int* targets = inputs + 3 * T;
@@ -444,7 +446,7 @@ static void resave_mode(const char* in, const char* out, size_t max_bytes)
 static void stream_mode(const char* path, bool raw, size_t T, size_t V)
 {
     TokenSet set = token_set_open(path, "train", raw);
-    LoaderConfig c = {"--data", 1, T, 1, 1, 0, V, 0, 0, false, true, 0};
+    LoaderConfig c = {"--data", 1, T, 1, 1, 0, V, 0, 0, false, true, 0, false, false, -1};
     Loader* l = loader_open(&c, &set);
     int* inputs = (int*)malloc_checked(2 * T * sizeof(int));
     int* targets = inputs + T;
@@ -486,7 +488,9 @@ static const DataTest data_tests[] = {
     {"permutation", test_permutation}, {"loader_covers", test_loader_covers}, {"loader_layouts", test_loader_layouts},
     {"loader_seek", test_loader_seek}, {"loader_end", test_loader_end}, {"loader_whole_tail", test_loader_whole_tail},
     {"loader_one_window", test_loader_one_window}, {"loader_many_shards", test_loader_many_shards},
-    {"loader_refusals", test_loader_refusals}, {"json", test_json},
+    {"loader_refusals", test_loader_refusals}, {"first_fit", test_first_fit},
+    {"documents_windows", test_documents_windows}, {"documents_layouts", test_documents_layouts},
+    {"documents_refusals", test_documents_refusals}, {"json", test_json},
     {"safetensors_refusals", test_safetensors_refusals}, {"safetensors_fuzz", test_safetensors_fuzz},
     {"safetensors_ranges", test_safetensors_ranges}, {"safetensors_full_disk", test_safetensors_full_disk},
     {"float16", test_float16}, {"tokenizer", test_tokenizer}, {"tokenizer_refusals", test_tokenizer_refusals},
