@@ -2,7 +2,7 @@
 #pragma once
 #include "train_step.cuh"
 
-typedef struct { double loss; double num_tokens; } EvalResult;   // of no token: ended early by a signal
+typedef struct { double loss; double num_tokens; bool ended; } EvalResult;   // ended: early, by a signal
 
 /* Mean loss per token of the validation set, or of --eval-batches of it. Ranks without data run empty batches. A signal
  * to end the run ends the validation early. */
@@ -17,7 +17,7 @@ static EvalResult evaluate(Run* run)
     double* sums = z->step_sums;   // not used between steps
     CUDA_CHECK(cudaMemsetAsync(sums, 0, 2 * sizeof(double), z->compute));
     for (size_t i = 0; i < num_batches; i++) {
-        if (ask_outside_step(run) == Ask::END) return EvalResult{};      // no step follows
+        if (ask_outside_step(run) == Ask::END) return EvalResult{0, 0, true};      // no step follows
         cudaEvent_t copied = run->batch_copied[i % 2];
         CUDA_CHECK(cudaEventSynchronize(copied));                // the copy before the last
         load_batch(run, val, i % 2, run->T);
@@ -29,7 +29,7 @@ static EvalResult evaluate(Run* run)
     CUDA_CHECK(cudaMemcpyAsync(h_sums, sums, sizeof h_sums, cudaMemcpyDeviceToHost, z->compute));
     CUDA_CHECK(cudaStreamSynchronize(z->compute));
     zero_cache_clear(z);
-    return EvalResult{h_sums[1] / h_sums[0], h_sums[0]};
+    return EvalResult{h_sums[1] / h_sums[0], h_sums[0], false};
 }
 
 /* The line of a validation: see data/run_log.h. */
@@ -43,8 +43,13 @@ static void evaluate_and_say(Run* run)
 {
     if (!run->has_val) return;
     EvalResult r = evaluate(run);
-    run->val_due = r.num_tokens == 0;
+    run->val_due = r.ended;
     if (run->val_due) return;
+    if (r.num_tokens == 0) {
+        ENSURE(!run->flags->eval, "--eval: no token counts in the windows of -t %d that --eval-batches leaves", run->T);
+        SAY("val  %zu/%zu | loss n/a: no token counts in its windows\n", run->step, run->num_steps);
+        return;
+    }
     double bits = 0;
     if (run->val_set.text_bytes > 0)
         bits = r.loss / M_LN2 * (double)run->val_set.num_toks / (double)run->val_set.text_bytes;

@@ -74,6 +74,14 @@ static void print_zero(Run* run)
         sent.sums, optimizer_sent, run->flags->overlap ? "overlapped" : "not overlapped");
 }
 
+static void print_data(const Run* run, const TokenSet* set, const Loader* l)
+{
+    SAY("data    %s: %zu tokens in %zu shard%s", run->flags->data, set->num_toks, set->num_files,
+        set->num_files > 1 ? "s" : "");
+    if (set->num_counted < set->num_toks) SAY(", of which %zu count in the loss", set->num_counted);
+    SAY(", %zu windows of %d, %zu tokens at ends of shards unused\n", l->num_windows, run->T, l->num_tail_toks);
+}
+
 static void print_start(Run* run, const char* model_name)
 {
     const Config* c = &run->model.config;
@@ -93,10 +101,7 @@ static void print_start(Run* run, const char* model_name)
     SAY("%s", c->notes);
     if (f->bench) SAY("data    synthetic tokens\n");
     else if (run->train == nullptr) SAY("data    none in %s\n", f->data);   // --plan needs no data
-    else
-        SAY("data    %s: %zu tokens in %zu shard%s, %zu windows of %d, %zu tokens at ends of shards unused\n", f->data,
-            run->train_set.num_toks, run->train_set.num_files, run->train_set.num_files > 1 ? "s" : "",
-            run->train->num_windows, run->T, run->train->num_tail_toks);
+    else print_data(run, &run->train_set, run->train);
     if (run->has_val) SAY("val     %zu tokens in %zu windows\n", run->val_set.num_toks, run->val->num_windows);
     SAY("batch   %zu sequences = %d per micro-step x %d micro-steps x %d ranks | %zu tokens per step\n",
         run->global_batch, run->B, run->G, run->comm.num_ranks, run->global_batch * run->T);

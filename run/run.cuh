@@ -215,6 +215,12 @@ static bool folder_has_split(const char* folder, const char* split)
     return found;
 }
 
+static void ensure_counted(const TokenSet* set)
+{
+    ENSURE(set->num_counted > 0, "%s%s: none of its %zu tokens counts in the loss; make the shards again with "
+           "data/prepare.py", set->files[0].path, set->num_files > 1 ? " and the other shards" : "", set->num_toks);
+}
+
 static void open_data(Run* run)
 {
     const Flags* f = run->flags;
@@ -226,6 +232,8 @@ static void open_data(Run* run)
         run->val_set = token_set_open(f->data, "val", f->raw_tokens);
         run->has_val = true;
     }
+    ensure_counted(&run->train_set);
+    if (run->has_val) ensure_counted(&run->val_set);
 }
 
 /* Micro-steps and tokens of a sequence in step `step`, counted from 0. */

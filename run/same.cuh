@@ -28,7 +28,10 @@ static uint64_t file_hash(const char* path, size_t limit, uint64_t hash)
 /* Hash of headers and first tokens: shards of another tokenizer or in another order differ there. */
 static uint64_t token_set_hash(const TokenSet* set, uint64_t hash)
 {
-    for (size_t i = 0; i < set->num_files; i++) hash = file_hash(set->files[i].path, 4096, hash);
+    for (size_t i = 0; i < set->num_files; i++) {
+        hash = file_hash(set->files[i].path, 4096, hash);
+        if (set->files[i].docs_path != nullptr) hash = file_hash(set->files[i].docs_path, 4096, hash);
+    }
     return hash;
 }
 

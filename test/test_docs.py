@@ -101,10 +101,15 @@ def place(tmp_path_factory):
     shutil.copytree(place / "data" / "sets" / "kjv", place / "data" / "sets" / "book-gpt2")
     shutil.copy(tokenizer_of(place), place / "book-tokenizer.json")
     for name, config in (("gpt2-folder", gpt2_config(V, 32, 64, L=2, NH=2)),
-                         ("llama-folder", llama_config(V, 32, 64, L=2, NH=2))):
+                         ("llama-folder", llama_config(V, 32, 64, L=2, NH=2)),
+                         ("chat-folder", llama_config(V, 32, 64, L=2, NH=2))):
         shapes = init.gpt2_shapes(config) if name == "gpt2-folder" else init.llama_shapes(config)
         model_write(place / name, config, init.random_weights(shapes, 1, 0.02))
         shutil.copy(tokenizer_of(place), place / name)
+    (place / "chat-folder" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}")
+    (place / "chats.jsonl").write_text(40 * '{"prompt": "In the beginning", "completion": "was the word, and"}\n')
     (place / "ask.jsonl").write_text('{"prompt": "In the", "max_tokens": 4}\n')
     (place / "hellaswag_val.jsonl").write_text(json.dumps({"ctx": "In the", "endings": ["a", "b"], "label": 1}) + "\n")
     (place / "ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}')

@@ -2,6 +2,7 @@
 
 Z   zero-weight model: the loss is ln V, only column 0 of wte has a gradient
 Z2  two windows, over ranks and micro-steps: means, not sums, not one rank's share
+U   targets that do not count: the mean over those that do, of all ranks and micro-steps
 E   Adam's epsilon, and clipping by the global norm
 W   weight decay and the schedule, with no gradient at all
 D   which window each rank sees, read off the loss
@@ -12,11 +13,12 @@ X   import and export are byte-equal, for vocabularies on both sides of the padd
 Each at ZeRO stages 0 to 3 and 1 to 4 ranks, on one of the devices (on each with TRAIN_GPT_FULL=1).
 """
 import json
+import re
 
 import init
 import numpy as np
 import pytest
-from util import (built_devices, gpt2_config, llama_config, model_write, moments, safetensors_header,
+from util import (built_devices, docs_write, gpt2_config, llama_config, model_write, moments, safetensors_header,
                   safetensors_write, shard_write, train_gpt, weights)
 
 WTE = "transformer.wte.weight"
@@ -101,6 +103,58 @@ def test_z2(tmp_path, device, stage, ranks, grad_accum, micro_batch):
     assert run.series("norm")[0] == pytest.approx(0.379144, abs=2e-6)
     m, _ = moments(run.checkpoint(1))
     assert m[WTE] == pytest.approx(0.1 * column([0.2, -0.05, 0.075, 0.075, -0.3]), abs=1e-7)
+
+
+def shards_u(tmp_path, copies):
+    """Z2's windows; of the second only the first target counts."""
+    data = shards(tmp_path, [0, 1, 1, 2, 3, 4, 4, 4, 4], copies)
+    for path in data.glob("*.bin"):
+        docs_write(path, counts=[0, 1, 1, 1, 1, 1, 0, 0, 0], begins=[0])
+    return data
+
+
+@pytest.mark.parametrize("ranks,grad_accum,micro_batch", LAYOUTS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_u(tmp_path, device, stage, ranks, grad_accum, micro_batch):
+    """One rank or micro-step has four targets, the other one: a mean of means would give 0.379144."""
+    copies = ranks * grad_accum * micro_batch // 2
+    model, data = model_z(tmp_path), shards_u(tmp_path, copies)
+    run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", micro_batch, "-g", grad_accum, "-n", 1, "-l", 0.1,
+                    *PLAIN, ranks=ranks, device=device, out=tmp_path / "run")
+    assert run.series("loss")[0] == pytest.approx(1.609438, abs=2e-6)
+    assert run.series("norm")[0] == pytest.approx(0.282843, abs=2e-6)
+    assert run.series("tokens")[0] == 5 * copies
+    m, _ = moments(run.checkpoint(1))
+    assert m[WTE] == pytest.approx(0.1 * column([0.2, -0.2, 0, 0, 0]), abs=1e-7)
+    assert f"{9 * copies} tokens in" in run.out and f"of which {5 * copies} count in the loss" in run.out
+
+
+@pytest.mark.parametrize("stage,ranks", [(0, 1), (0, 3), (3, 1), (3, 2)])
+def test_u_validation(tmp_path, device, stage, ranks):
+    """The loss of target k is 0.1 k lower: ln(sum of e^(0.1 k)) less a tenth of the counted targets' mean, 11/5."""
+    wte = np.outer(0.1 * np.arange(5), [1, 0, 0, 0]).astype(np.float32)
+    model = zero_model(tmp_path / "model", V=5, C=4, T=4, wte=wte, ln_f_bias=[1])
+    run = train_gpt("--eval", "-m", model, "-d", shards_u(tmp_path, 3), "-v", tmp_path / "data/train_*.bin", "-b", 1,
+                    "-z", stage, ranks=ranks, device=device)
+    loss, tokens = re.search(r"val \| loss ([\d.]+) .* per token, (\d+) tokens", run.out).groups()
+    assert float(loss) == pytest.approx(np.log(np.exp(wte[:, 0]).sum()) - 0.22, abs=2e-6) and tokens == "15"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_u_without_targets(tmp_path, device, stage, ranks):
+    """A step in which no token counts changes nothing, and is a step; a validation of none is said."""
+    path = tmp_path / "data/train_000000.bin"
+    tokens = np.resize([0, 1, 1, 2, 3], 8 * ranks + 1)
+    shard_write(path, tokens)
+    docs_write(path, counts=[0] * (4 * ranks + 1) + [1] * (4 * ranks), begins=[0])
+    run = train_gpt("-m", model_z(tmp_path), "-d", path.parent, "-v", path, "-z", stage, "-b", 1, "-n", 2, "-l", 0.1,
+                    "--save-every", 1, "--eval-every", 1, "--eval-batches", 1, *PLAIN, ranks=ranks, device=device,
+                    out=tmp_path / "run")
+    assert run.out.count("SKIPPED: no token counts") == 1 and run.out.count("loss n/a: no token counts in its") == 2
+    assert [entry["tokens"] for entry in run.log] == [0, 4 * ranks]
+    assert run.log[0]["loss"] is None and run.log[1]["loss"] == pytest.approx(1.609438, abs=2e-6)
+    assert not weights(run.checkpoint(1))[WTE].any() and weights(run.checkpoint(2))[WTE].any()
 
 
 @pytest.mark.parametrize("clip,expected", [(0, [-0.0666667, 0.0750000, 0.0333333, 0.0333333, -0.0666667]),

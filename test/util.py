@@ -206,6 +206,14 @@ def shard_write(path, tokens, vocab_size=0):
     pathlib.Path(path).write_bytes(header.tobytes() + np.asarray(tokens, np.uint16).tobytes())
 
 
+def docs_write(path, counts, begins):
+    """The flags beside a shard (data/tokens.h): of each token, does it count; the tokens that begin a document."""
+    flags = np.asarray(counts, np.uint8)
+    flags[list(begins)] |= 2
+    header = np.array([0x1_7363_6F64, len(flags), len(begins), np.sum(flags & 1), 0, 0, 0, 0], np.uint64)
+    pathlib.Path(path).with_suffix(".docs").write_bytes(header.tobytes() + flags.tobytes())
+
+
 def gpt2_config(V, C, T, L=1, NH=1, **more):
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": V, "n_positions": T,
               "n_embd": C, "n_layer": L, "n_head": NH, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
