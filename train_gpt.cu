@@ -127,12 +127,12 @@ void RUN_ALL(const Flags* f, Comm* comm)
                "--generate needs a tokenizer.json: none in %s or %s%s; give --tokenizer FILE", model_name, f->data,
                run->no_tokenizer);
         if (run->comm.rank == 0 || run->setting.stage == 3)
-            generate(&run->model, f->no_kv_cache ? nullptr : &run->decoder, f, run->tokenizer_path);
+            generate(&run->model, f->no_kv_cache ? nullptr : &run->decoder, f, run->tokenizer);
         comm_barrier_idle(&run->comm);
     } else if (f->given[FLAG_choices]) {
         ENSURE(run->tokenizer_path[0], "--choices needs a tokenizer.json: none in %s or %s%s; give --tokenizer FILE",
                model_name, f->data, run->no_tokenizer);
-        ChoiceCounts counts = choices_count(&run->model, run->tokenizer_path, f->choices);
+        ChoiceCounts counts = choices_count(&run->model, run->tokenizer, f->choices);
         SAY("choices %s: %.0f lines | accuracy %.4f by likelihood, %.4f by likelihood per byte\n", f->choices,
             counts.num_items, counts.num_right / counts.num_items, counts.num_right_per_byte / counts.num_items);
     } else if (f->eval) {

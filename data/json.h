@@ -56,6 +56,15 @@ FORMAT(2, 3) static inline void json_text_add(JsonText* t, const char* fmt, ...)
     va_end(again);
 }
 
+/* Any bytes. */
+static inline void json_text_append(JsonText* t, const char* bytes, size_t n)
+{
+    json_text_reserve(t, n);
+    if (n > 0) memcpy(t->text + t->length, bytes, n);
+    t->length += n;
+    t->text[t->length] = 0;
+}
+
 /* "text" with its escapes, the least that JSON asks for */
 static inline void json_text_quote(JsonText* t, const char* text)
 {

@@ -106,13 +106,12 @@ static void choice_answer(ChoiceCounts* counts, const Choices* x, const char* li
 }
 
 /* All lines; the counts are those of all ranks. */
-static ChoiceCounts choices_count(Model* m, const char* tokenizer_path, const char* path)
+static ChoiceCounts choices_count(Model* m, const Tokenizer* tokenizer, const char* path)
 {
     Comm* comm = m->zero->comm;
     size_t N = (size_t)m->B * m->T;
     bool all = m->zero->stage == 3;
     ChoiceCounts counts = {};
-    Tokenizer* tokenizer = tokenizer_open(tokenizer_path);
     Choices x = {m, tokenizer, (int*)malloc_checked(N * sizeof(int)), (int*)malloc_checked(N * sizeof(int)),
                  (float*)malloc_checked(N * sizeof(float))};
     size_t text_bytes, length;
@@ -140,6 +139,5 @@ static ChoiceCounts choices_count(Model* m, const char* tokenizer_path, const ch
     free(x.h_tokens);
     free(x.h_targets);
     free(x.h_losses);
-    tokenizer_close(tokenizer);
     return counts;
 }

@@ -150,7 +150,7 @@ typedef struct Prompt {
 
 /* Everything a loop needs but the model. */
 typedef struct Generator {
-    Tokenizer* tokenizer;           // may be null if prompts are ids
+    const Tokenizer* tokenizer;     // may be null if prompts are ids
     GenerateConfig defaults;
     bool* stops;                    // (V)
     bool streams;                   // one prompt, printed as it grows
@@ -179,13 +179,18 @@ static void prompt_begin(Prompt* p, const Model* m, int* ids, size_t num_ids, co
     if (p->config.num_tokens == 0 && !p->wants_logits) p->finish = Finish::LENGTH;
 }
 
-/* With what the tokenizer puts before a text, such as <s>. */
-static int* ids_from_text(const Generator* g, const char* text, const char* from, size_t* num_ids)
+enum class Prefix { ONCE, ALWAYS, NEVER };
+
+/* With what the tokenizer puts before a text, such as <s>: once, unless the text has it already. */
+static int* ids_from_text(const Generator* g, const char* text, Prefix prefix, const char* from, size_t* num_ids)
 {
     ENSURE(g->tokenizer != nullptr, "%s: text needs a tokenizer.json beside the model or the data, or --tokenizer",
            from);
     size_t num_text, num_prefix = (size_t)g->tokenizer->num_prefix;
     int* text_ids = tokenizer_encode(g->tokenizer, text, strlen(text), &num_text);
+    const bool has_it = num_text >= num_prefix &&
+                        memcmp(text_ids, g->tokenizer->prefix, num_prefix * sizeof(int)) == 0;
+    if (prefix == Prefix::NEVER || (prefix == Prefix::ONCE && has_it)) num_prefix = 0;
     int* ids = (int*)malloc_checked((num_prefix + num_text + 1) * sizeof(int));
     memcpy(ids, g->tokenizer->prefix, num_prefix * sizeof(int));
     memcpy(ids + num_prefix, text_ids, num_text * sizeof(int));
@@ -224,7 +229,10 @@ static bool prompt_read(Prompt* p, const Model* m, Generator* g)
         ids = (int*)malloc_checked((cJSON_GetArraySize(list) + 1) * sizeof(int));
         cJSON_ArrayForEach(item, list) ids[num_ids++] = (int)json_item_int(item, "ids", 0, m->config.V - 1, from);
     } else {
-        ids = ids_from_text(g, json_string(j, "prompt", from), from, &num_ids);
+        const bool asked = json_has(j, "add_special_tokens");
+        const Prefix prefix = !asked ? Prefix::ONCE : json_bool(j, "add_special_tokens", from) ? Prefix::ALWAYS
+                              : Prefix::NEVER;
+        ids = ids_from_text(g, json_string(j, "prompt", from), prefix, from, &num_ids);
     }
     prompt_begin(p, m, ids, num_ids, from);
     cJSON_Delete(j);
@@ -476,10 +484,10 @@ static bool* generate_stops(const Config* c, const Tokenizer* tokenizer, const c
 
 // ----------------------------------------------------------------------------------------------------------- modes
 /* What the flags say of generation, for one prompt or many. */
-static Generator generator_open(const Model* m, const Flags* f, const char* tokenizer_path)
+static Generator generator_open(const Model* m, const Flags* f, const Tokenizer* tokenizer)
 {
     Generator g = {};
-    g.tokenizer = tokenizer_path[0] ? tokenizer_open(tokenizer_path) : nullptr;
+    g.tokenizer = tokenizer;
     g.defaults = GenerateConfig{(int)f->sample_tokens, (int)f->top_k, f->temperature, f->top_p, f->repetition_penalty,
                                 (uint64_t)f->seed};
     g.stops = generate_stops(&m->config, g.tokenizer, f->stop, f->given[FLAG_stop]);
@@ -490,14 +498,13 @@ static Generator generator_open(const Model* m, const Flags* f, const char* toke
 static void generator_close(Generator* g)
 {
     if (g->input != nullptr) lines_close(g->input);
-    if (g->tokenizer != nullptr) tokenizer_close(g->tokenizer);
     free(g->stops);
 }
 
-/* --generate and --prompts. decoder null: without the cache. */
-static void generate(Model* m, Decoder* decoder, const Flags* f, const char* tokenizer_path)
+/* --generate and --prompts. decoder null: without the cache. tokenizer null: prompts are ids. */
+static void generate(Model* m, Decoder* decoder, const Flags* f, const Tokenizer* tokenizer)
 {
-    Generator g = generator_open(m, f, tokenizer_path);
+    Generator g = generator_open(m, f, tokenizer);
     Prompt first = {};
     Lines lines;
     if (f->given[FLAG_prompts]) {
@@ -507,7 +514,7 @@ static void generate(Model* m, Decoder* decoder, const Flags* f, const char* tok
                "--prompts -: at stage 3 every rank reads the prompts: give a file");
     } else {
         size_t num_ids;
-        int* ids = ids_from_text(&g, f->generate, "--generate", &num_ids);
+        int* ids = ids_from_text(&g, f->generate, Prefix::ONCE, "--generate", &num_ids);
         g.streams = true;
         first.config = g.defaults;
         prompt_begin(&first, m, ids, num_ids, "--generate");
@@ -518,10 +525,10 @@ static void generate(Model* m, Decoder* decoder, const Flags* f, const char* tok
 }
 
 /* Prints h_ids (num_ids) as text and what follows; adds it to *heard. */
-static void generate_sample(Model* m, const Flags* f, const char* tokenizer_path, const int* h_ids, int num_ids,
+static void generate_sample(Model* m, const Flags* f, const Tokenizer* tokenizer, const int* h_ids, int num_ids,
                             JsonText* heard)
 {
-    Generator g = generator_open(m, f, tokenizer_path);
+    Generator g = generator_open(m, f, tokenizer);
     g.heard = heard;
     Prompt first = {};
     int* ids = (int*)malloc_checked(num_ids * sizeof(int));

@@ -76,18 +76,18 @@ static void evaluate_and_say(Run* run)
     F(step,   int,  "", true, (long long)run->step, "after which it was generated") \
     F(sample, text, "", true, valid, "the model's continuation of the first validation text, at the end of a run")
 
-/* At the end of a run, if there is a tokenizer: continues the beginning of the validation text. Rank 0 prints it; the
- * other ranks wait, or at stage 3 compute too. */
+/* At the end of a run, if there is a tokenizer that is supported: continues the beginning of the validation text. Rank
+ * 0 prints it; the other ranks wait, or at stage 3 compute too. */
 static void say_sample(Run* run)
 {
-    if ((run->comm.rank == 0 || run->setting.stage == 3) && run->tokenizer_path[0]) {
+    if ((run->comm.rank == 0 || run->setting.stage == 3) && run->tokenizer != nullptr) {
         int num_ids = run->T < 16 ? run->T : 16;   // of the first validation window, which is rank 0's
         loader_seek(run->val, 0);
         loader_next(run->val, run->h_tokens, run->h_targets);
         if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens, num_ids * sizeof(int));
         SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
         JsonText heard = {};
-        generate_sample(&run->model, run->flags, run->tokenizer_path, run->h_tokens, num_ids, &heard);
+        generate_sample(&run->model, run->flags, run->tokenizer, run->h_tokens, num_ids, &heard);
         if (heard.text != nullptr) {
             char* valid = text_as_utf8(heard.text, heard.length);
             RunLog* log = &run->log;

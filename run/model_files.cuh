@@ -1,5 +1,6 @@
 /* model_files.cuh: the tokenizer of a run, and the small files that checkpoints and exports have beside the weights.
  *   choose_tokenizer   which tokenizer goes with the model; reads the files    write_small_files   writes them
+ *   open_tokenizer     for generation, or for the sample of a run that trains
  *   tokenizer_say      that there is none
  *   tokenizer_keep     into the run folder, of a run that is resumed from a checkpoint in it */
 #pragma once
@@ -59,6 +60,28 @@ static void choose_tokenizer(Run* run, const char* model_name)
         config_set_ends(c, ends.begin, ends.end);
     }
     if (run->comm.rank == 0 && (f->given[FLAG_export_] || f->out[0])) read_small_files(run, model_name);
+}
+
+static void tokenizer_open_held(void* run)
+{
+    ((Run*)run)->tokenizer = tokenizer_open(((Run*)run)->tokenizer_path);
+}
+
+/* Text needs it: a tokenizer that is not supported is refused before anything is loaded. Training does not: then there
+ * is no sample, and the run says why. At stage 3 all ranks generate together. */
+static void open_tokenizer(Run* run, bool trains)
+{
+    const Flags* f = run->flags;
+    const bool reads_text = f->given[FLAG_generate] || f->given[FLAG_prompts] || f->given[FLAG_choices];
+    const bool samples = trains && !f->bench && run->has_val && f->sample_tokens > 0;
+    const bool is_needed = run->comm.rank == 0 || f->given[FLAG_choices] || f->zero == 3 || f->auto_;
+    if (!run->tokenizer_path[0] || !(reads_text || samples)) return;
+    if (reads_text && is_needed) tokenizer_open_held(run);
+    if (!samples) return;
+    Outcome own = is_needed ? attempt(tokenizer_open_held, run, run->no_sample) : Outcome::WELL;
+    if (comm_outcome(&run->comm, own, run->no_sample) == Outcome::WELL || run->tokenizer == nullptr) return;
+    tokenizer_close(run->tokenizer);
+    run->tokenizer = nullptr;
 }
 
 /* Prints it if checkpoints or the export will have none that this program reads. */

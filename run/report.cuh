@@ -128,6 +128,7 @@ static void print_start(Run* run, const char* model_name)
     if (run->comm.num_ranks > 1 || f->plan || f->auto_ || f->verbose) print_zero(run);
     if (run->comm.rank == 0) plan_print(&run->plan, stdout);
     print_estimate(run);
+    if (run->no_sample[0]) SAY("sample  none: %s\n", run->no_sample);
     if (f->out[0]) tokenizer_say(run, model_name);
     else SAY("output  none (-o FOLDER saves log and checkpoints)\n");
     fflush(stdout);

@@ -50,6 +50,8 @@ typedef struct Run {
     Loader *train, *val;
     char tokenizer_path[4096];     // empty: none
     char no_tokenizer[4300];       // then why not that of the data; may be empty
+    Tokenizer* tokenizer;          // of generation and of the sample; null: none, on ranks that need it
+    char no_sample[1024];          // why a run that trains has none; may be empty
     ModelFiles small_files;        // of checkpoints and exports, on rank 0
     int B, G, T;
     Setting setting;

@@ -93,6 +93,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if ((trains && !f->bench) || f->eval || (f->plan && access(f->data, R_OK) == 0)) open_data(run);
     choose_model(run, model_name, run->train_set.num_files > 0 ? (int)run->train_set.files[0].vocab_size : 0);
     choose_tokenizer(run, model_name);
+    open_tokenizer(run, trains);
     int context = run->model.config.context;
     run->T = f->seq_len > 0 ? (int)f->seq_len : context < 1024 ? context : 1024;
     ENSURE(run->T <= context || context != run->model.config.window, "-t %d is longer than the attention window of %d "
@@ -163,6 +164,7 @@ static void run_free(Run* run)
     token_set_close(&run->val_set);
     free((void*)run->model.config.hf_text);
     model_files_free(&run->small_files);
+    if (run->tokenizer != nullptr) tokenizer_close(run->tokenizer);
     cJSON_Delete(run->products);
     matmul_free();
     group_free(&run->all);

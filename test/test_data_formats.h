@@ -241,15 +241,15 @@ static void test_float16()                   // every half goes to float and bac
 static const char* write_tokenizer(const char* name, const char* model_extra, const char* pre_tokenizer,
                                    const char* extra)
 {
-    Tokenizer k;
-    tokenizer_init_bytes(&k);
+    ByteSpelling bytes;
+    byte_spelling_init(&bytes);
     JsonText t = {nullptr, 0, 0};
     json_text_add(&t, "{%s\"added_tokens\":[{\"id\":258,\"content\":\"<|x|>\",\"special\":true,\"normalized\":false},"
                   "{\"id\":260,\"content\":\"a b\",\"normalized\":true}],", extra);
     json_text_add(&t, "\"pre_tokenizer\":%s,\"model\":{%s\"vocab\":{", pre_tokenizer, model_extra);
     for (int b = 0; b < 256; b++) {
         char spelling[3] = {0};
-        tokenizer_spell_byte(&k, (unsigned char)b, spelling);
+        byte_spell(&bytes, (unsigned char)b, spelling);
         json_text_quote(&t, spelling);
         json_text_add(&t, ":%d,", b);
     }
@@ -307,14 +307,14 @@ static void test_tokenizer_refusals()
         const char* path = write_tokenizer("refused.json", model_extra, pre_tokenizer, extra);
         return dies([&] { tokenizer_open(path); }, words);
     };
-    CHECK(refuses("\"type\":\"Unigram\",", BYTE_LEVEL, "", "\"Unigram\", a SentencePiece tokenizer"), "Unigram");
-    CHECK(refuses("\"type\":\"WordPiece\",", BYTE_LEVEL, "", "\"WordPiece\"; only byte-level"), "WordPiece");
-    CHECK(refuses("\"byte_fallback\":true,", BYTE_LEVEL, "", "only Metaspace"), "byte_fallback");
+    CHECK(refuses("\"type\":\"Unigram\",", BYTE_LEVEL, "", "\"Unigram\" of SentencePiece; only BPE"), "Unigram");
+    CHECK(refuses("\"type\":\"WordPiece\",", BYTE_LEVEL, "", "\"WordPiece\" of BERT; only BPE"), "WordPiece");
     CHECK(refuses("\"dropout\":0.1,", BYTE_LEVEL, "", "dropout"), "dropout");
-    CHECK(refuses("", "null", "", "has no pre_tokenizer"), "none");
-    CHECK(refuses("", "{\"type\":\"Metaspace\"}", "", "SentencePiece"), "Metaspace");
-    CHECK(refuses("", "{\"type\":\"Sequence\",\"pretokenizers\":[]}", "", "does not end with ByteLevel"), "empty");
-    CHECK(refuses("", BYTE_LEVEL, "\"normalizer\":{\"type\":\"NFKC\"},", "normalizer \"NFKC\""), "normalizer");
+    CHECK(refuses("", "{\"type\":\"Whitespace\"}", "", "pre_tokenizer \"Whitespace\""), "Whitespace");
+    CHECK(refuses("", "{\"type\":\"Metaspace\",\"replacement\":\"_\"}", "", "has \"_\" for spaces"), "Metaspace");
+    CHECK(refuses("", "{\"type\":\"Sequence\",\"pretokenizers\":[" BYTE_LEVEL "," BYTE_LEVEL "]}", "", "twice"), "2");
+    CHECK(refuses("", BYTE_LEVEL, "\"normalizer\":{\"type\":\"Lowercase\"},", "normalizer \"Lowercase\""), "NFC");
+    CHECK(refuses("", BYTE_LEVEL, "\"post_processor\":{\"type\":\"Other\"},", "post_processor \"Other\""), "post");
     const char* split = "{\"type\":\"Sequence\",\"pretokenizers\":[{\"type\":\"Split\",\"pattern\":{\"Regex\":\"(\"},"
                         "\"behavior\":\"Isolated\"}," BYTE_LEVEL "]}";
     CHECK(refuses("", split, "", "cannot be used"), "pattern");
@@ -325,5 +325,5 @@ static void test_tokenizer_refusals()
     const char* few = "{\"model\":{\"vocab\":{\"a\":0},\"merges\":[]},\"pre_tokenizer\":" BYTE_LEVEL "}";
     write_file(path, few, strlen(few));
     size_t n;
-    CHECK(dies([&] { tokenizer_encode(tokenizer_open(path), "aba", 3, &n); }, "no token for the byte 0x62"), "b");
+    CHECK(dies([&] { tokenizer_encode(tokenizer_open(path), "aba", 3, &n); }, "no token for \"b\" of \"aba\""), "b");
 }

@@ -323,9 +323,10 @@ def random_char(r):
         return r.choice(".,;:!?'\"-()[]{}<|>_/\\\u2019'\u017fK\u212a")
     if kind < 0.75:
         return r.choice("\u0301\u0308\u200d\U0001f600\U0001f1e9")
-    while True:                          # any other but surrogates and letters younger than PCRE2 10.42
+    while True:                          # any other but surrogates, and letters and marks younger than PCRE2 10.42
         code = r.randrange(0, 0x10000 if kind < 0.9 else 0x3000)
-        if not (0xD800 <= code < 0xE000 or 0x1C89 <= code <= 0x1C8A or 0xA7CB <= code <= 0xA7DC):
+        if not (0xD800 <= code < 0xE000 or 0x1C89 <= code <= 0x1C8A or 0xA7CB <= code <= 0xA7DC or
+                code in (0x897, 0xCF3, 0xECE)):
             return chr(code)
 
 

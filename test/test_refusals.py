@@ -399,23 +399,34 @@ ROWS = [
     # tokenizers, prompts, choices
     refuse("--generate needs a tokenizer.json: none in {d}/model or {d}/data; give --tokenizer FILE", None, *ASK),
     refuse('{d}/model/tokenizer.json: has no key "model"', put(TOKENIZER, "{}"), *ASK),
-    refuse('{d}/model/tokenizer.json: its model is "Unigram", a SentencePiece tokenizer; only byte-level BPE is '
-           "supported: use a byte-level BPE tokenizer, or train one with data/prepare.py",
-           tokenizer(model={"type": "Unigram"}), *ASK),
-    refuse("{d}/model/tokenizer.json: has no pre_tokenizer, so it is not byte-level BPE; use a tokenizer that is, "
-           "or train one with data/prepare.py", tokenizer(pre_tokenizer=None), *ASK),
-    refuse('{d}/model/tokenizer.json: the pre_tokenizer "Whitespace" is not supported, only ByteLevel and Split are',
-           tokenizer(pre_tokenizer={"type": "Whitespace"}), *ASK),
-    refuse('{d}/model/tokenizer.json: has the normalizer "Lowercase"; only NFC is supported: use a byte-level BPE '
+    refuse('{d}/model/tokenizer.json: its model is "Unigram" of SentencePiece; only BPE is supported: use another '
            "tokenizer, or train one with data/prepare.py",
+           tokenizer(model={"type": "Unigram"}), *ASK),
+    refuse('{d}/model/tokenizer.json: the pre_tokenizer "Whitespace" is not supported; have ByteLevel, Digits, '
+           "Metaspace, Punctuation and Split: use another tokenizer, or train one with data/prepare.py",
+           tokenizer(pre_tokenizer={"type": "Whitespace"}), *ASK),
+    refuse('{d}/model/tokenizer.json: the pattern of its pre_tokenizer has "\\w", which is not supported: "\\w+"',
+           tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": "\\w+"}, "behavior": "Isolated"}), *ASK),
+    refuse('{d}/model/tokenizer.json: the pattern of its pre_tokenizer has "[", which is not supported inside of '
+           '[...]: "[a[bc]]"',
+           tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": "[a[bc]]"}, "behavior": "Isolated"}), *ASK),
+    refuse('{d}/model/tokenizer.json: the behavior "Other" of a pre_tokenizer is not known',
+           tokenizer(pre_tokenizer={"type": "Split", "pattern": {"String": "a"}, "behavior": "Other"}), *ASK),
+    refuse('{d}/model/tokenizer.json: has the normalizer "Lowercase", which is not supported; have NFC, NFD, NFKC, '
+           "NFKD, Prepend and Replace: use another tokenizer, or train one with data/prepare.py",
            tokenizer(normalizer={"type": "Lowercase"}), *ASK),
+    refuse('{d}/model/tokenizer.json: has a normalizer "Replace" of a Regex or of an empty String, or by nothing; only '
+           "that of a String by another is supported",
+           tokenizer(normalizer={"type": "Replace", "pattern": {"Regex": "a"}, "content": "b"}), *ASK),
+    refuse('{d}/model/tokenizer.json: the post_processor "Other" is not supported',
+           tokenizer(post_processor={"type": "Other"}), *ASK),
     refuse("{d}/model/tokenizer.json: its vocabulary is empty", tokenizer(model={"vocab": {}}), *ASK),
     refuse("{d}/model/tokenizer.json: merge 0 is not a pair of tokens", tokenizer(model={"merges": ["a"]}), *ASK),
     refuse('{d}/model/tokenizer.json: merge 0 joins "a" and "c", and not all of them and "ac" are in the vocabulary',
            tokenizer(model={"merges": ["a c"]}), *ASK),
     refuse('{d}/model/tokenizer.json: id 2 is both "ab" and "<s>"',
            tokenizer(added_tokens=[{"id": 2, "content": "<s>"}]), *ASK),
-    refuse('{d}/model/tokenizer.json: has no token for the byte 0x20 of " abc"; train a tokenizer whose alphabet '
+    refuse('{d}/model/tokenizer.json: has no token for "Ġ" of "Ġabc"; train a tokenizer whose alphabet '
            "has all 256 bytes", tokenizer(), "--generate", "abc"),
     refuse("--tokenizer {d}/nowhere: no such file", None, "--tokenizer", "{d}/nowhere", *ASK),
     refuse("{d}/prompts.jsonl, prompt 0: line 1, column 16: the JSON ends too early; the file was cut short",

@@ -7,7 +7,7 @@ import init
 import numpy as np
 import pytest
 from test_prepare import encode_by_c, make_text, random_char, test_data  # noqa: F401  (test_data is a fixture)
-from util import FULL, gpt2_config, llama_config, model_write, train_gpt
+from util import FULL, gpt2_config, llama_config, model_write, shard_write, train_gpt
 
 tokenizers = pytest.importorskip("tokenizers")
 from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors,  # noqa: E402
@@ -99,6 +99,40 @@ def test_prompts(tmp_path):
     assert run.out == "a b\n"
 
 
+def test_begins_once(tmp_path):
+    """A prompt that has <s> gets no second one, unless it is asked for."""
+    tokenizer, model = trained("normalizer"), small_model(tmp_path / "model")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(model / "tokenizer.json"))
+    n = len(tokenizer.encode("a b", add_special_tokens=False).ids)
+    asked = [({"prompt": "a b"}, n + 1), ({"prompt": "<s>a b"}, n + 1), ({"prompt": "<s><s>a b"}, n + 2),
+             ({"prompt": "<s>a b", "add_special_tokens": True}, n + 2),
+             ({"prompt": "a b", "add_special_tokens": False}, n)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({**line, "max_tokens": 1}) + "\n" for line, _ in asked))
+    run = train_gpt("-m", model, "--prompts", tmp_path / "p.jsonl", "-b", 4)
+    answers = {line["index"]: line["prompt_tokens"] for line in map(json.loads, run.out.splitlines())}
+    assert answers == {i: want for i, (_, want) in enumerate(asked)}
+
+
+@pytest.mark.parametrize("ranks,stage", [(1, 0), (2, 3)])
+def test_training_needs_no_tokenizer(tmp_path, ranks, stage):
+    """One that is not supported: said at the start; the run is saved with it, without a sample, and exits 0."""
+    model = small_model(tmp_path / "model")
+    file = json.loads(trained("first").to_str())
+    (model / "tokenizer.json").write_text(json.dumps({**file, "pre_tokenizer": {"type": "Whitespace"}}))
+    for part in ("train", "val"):
+        shard_write(tmp_path / "data" / f"{part}_000000.bin", init.tokens(400, 1000, 1), 1000)
+    run = train_gpt("-m", model, "-d", tmp_path / "data", "-t", 8, "-b", 2, "-n", 2, "-z", stage, "--sample-tokens", 4,
+                    out=tmp_path / "run", ranks=ranks)
+    said = [line for line in run.out.splitlines() if line.startswith("sample ")]
+    assert len(said) == 1 and "none: " in said[0] and 'the pre_tokenizer "Whitespace" is not supported' in said[0]
+    assert (run.checkpoint(2) / "tokenizer.json").exists()
+    (model / "tokenizer.json").write_text(json.dumps(file))
+    run = train_gpt("-m", model, "-d", tmp_path / "data", "-t", 8, "-b", 2, "-n", 2, "-z", stage, "--sample-tokens", 4,
+                    out=tmp_path / "again", ranks=ranks)
+    assert "sample  after the first 8 tokens" in run.out
+
+
 @pytest.mark.parametrize("ranks,stage,micro_batch,family", [(1, 0, 4, "llama"), (1, 0, 3, "gpt2"), (2, 1, 4, "gpt2"),
                                                             (2, 3, 2, "llama")])
 def test_choices(tmp_path, ranks, stage, micro_batch, family):
@@ -138,7 +172,7 @@ def test_choices(tmp_path, ranks, stage, micro_batch, family):
 
 
 @pytest.mark.parametrize("change,complaint", [
-    ({"normalizer": {"type": "NFKC"}}, "NFKC"), ({"pre_tokenizer": {"type": "Whitespace"}}, "Whitespace"),
+    ({"normalizer": {"type": "Lowercase"}}, "Lowercase"), ({"pre_tokenizer": {"type": "Whitespace"}}, "Whitespace"),
     ({"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "first"}}, "U+2581")])
 def test_refused(change, complaint, tmp_path):
     model = small_model(tmp_path / "model")
