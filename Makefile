@@ -46,6 +46,7 @@ ifeq ($(DEVICE),cpu)
   TEST_PRECS := $(PREC)
   # ISA: instruction sets of one binary (kernels/cpu/isa.h), the best first; native is this machine's.
   ISA        ?= native
+  MARCH_avx512bf16 := -march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512
   MARCH_avx512 := -march=x86-64-v4 -mprefer-vector-width=512
   MARCH_avx2   := -march=x86-64-v3
   MARCH_sse2   := -march=x86-64
@@ -273,7 +274,7 @@ help:
 	@echo "DEVICE=emu CHECK=1  the same under the memory checker: races, out-of-bounds, uninitialized reads (build/check)"
 	@echo "DEVICE=cpu SANITIZE=1  the same under AddressSanitizer and UndefinedBehaviorSanitizer (build/sanitize)"
 	@echo "DEVICE=cuda         nvcc, cuBLASLt, NCCL"
-	@echo "ISA='avx512 avx2 sse2'  one CPU binary for every x86-64 machine (default: native, this one's instruction set)"
+	@echo "ISA='avx512bf16 avx512 avx2 sse2'  one CPU binary for every x86-64 machine (default: native, this one's set)"
 	@echo "PREC='fp32 bf16'    precisions to compile (now: $(PREC))"
 	@echo "ARCH='80 90'        GPU architectures (cuda; default: the GPUs found, else those in use)"
 	@echo "NO_MPI=1 NO_NCCL=1  one process: leave MPI or NCCL out"

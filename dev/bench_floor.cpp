@@ -9,10 +9,12 @@
  *                                used three times (forward, gradient of the input, of the weight), 2 flops a token each
  *     attention  7 * B*T * L * C * (T+1)      2 GEMMs forward and 5 backward, 2 flops, over the causal half of T x T
  *     optimizer  28 * parameters              AdamW reads weight, gradient, m, v and writes weight, m, v in fp32
- * It leaves out norms, activations, softmax, cross-entropy and all activations in memory, and lets nothing overlap.
+ * In bf16 with AVX512_BF16 the flops are at its peak, and the optimizer's bytes are the same. The
+ * floor leaves out norms, activations, softmax, cross-entropy and all activations in memory, and lets nothing overlap.
  *
- * Both speeds are measured as in the program, by kernels/cpu/peak.h. On a shared or throttled machine they change by
- * the minute: measure step and floor in turn. The last line is for scripts: fma_gflops X triad_gbps X [floor_ms X].
+ * The speeds are measured as in the program, by kernels/cpu/peak.h. On a shared or throttled machine they change by the
+ * minute: measure step and floor in turn. The last line is for scripts: fma_gflops X triad_gbps X [floor_ms X
+ * bf16_floor_ms X].
  *
  * g++ -std=c++17 -O3 -march=native -ffp-contract=fast -fopenmp -I. dev/bench_floor.cpp -o bench_floor */
 #include <cstdio>
@@ -29,9 +31,10 @@ int main(int argc, char** argv)
         return 2;
     }
     const int num_threads = omp_get_max_threads();
-    const double gflops = cpu_fma_gflops(num_threads), gbps = cpu_triad_gbps(num_threads, 256 << 20);
-    printf("%d threads, %d floats a vector: %.1f GFLOP/s fused multiply-add, %.1f GB/s triad\n",
-           num_threads, VF, gflops, gbps);
+    const double gflops = cpu_fma_gflops<1>(num_threads), gflops_bf16 = cpu_fma_gflops<VF_BF16_PAIRS + 1>(num_threads);
+    const double gbps = cpu_triad_gbps(num_threads, 256 << 20);
+    printf("%d threads, %d floats a vector: %.1f GFLOP/s fused multiply-add, %.1f of bf16, %.1f GB/s triad\n",
+           num_threads, VF, gflops, gflops_bf16, gbps);
     if (argc == 1) {
         printf("fma_gflops %.2f triad_gbps %.2f\n", gflops, gbps);
         return 0;
@@ -47,6 +50,7 @@ int main(int argc, char** argv)
     printf("attention       %8.1f GFLOP %9.1f ms\n", attention_flops * 1e-9, attention_ms);
     printf("optimizer       %8.1f GB    %9.1f ms   (%.1fM parameters)\n", optimizer_bytes * 1e-9, optimizer_ms,
            num_params * 1e-6);
-    printf("fma_gflops %.2f triad_gbps %.2f floor_ms %.2f\n", gflops, gbps, floor_ms);
+    const double bf16_ms = (matrix_flops + attention_flops) / gflops_bf16 * 1e-6 + optimizer_ms;
+    printf("fma_gflops %.2f triad_gbps %.2f floor_ms %.2f bf16_floor_ms %.2f\n", gflops, gbps, floor_ms, bf16_ms);
     return 0;
 }

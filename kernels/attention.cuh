@@ -8,7 +8,8 @@
  * writes  forward out =, lse =; backward dqkv =
  * needs   NH % NKV == 0: query head h reads key/value head h / (NH/NKV); any B, T; any HS on the CPU, <= 256 on a GPU
  * exact   every sum is taken in a fixed order by one thread or warp, without atomics: same bits on every run and for
- *         any number of CPU threads. Arithmetic is fp32, but on a GPU in bf16 and fp16 as attention_mma.cuh says.
+ *         any number of CPU threads. Arithmetic is fp32, but on a GPU in bf16 and fp16 as attention_mma.cuh says, and
+ *         in bf16 on a CPU with AVX512_BF16: GEMMs multiply pairs of bf16 (gemm.h), p and ds are rounded before them.
  * cost    forward 2, backward 5 GEMMs of T*(T+1)/2 * HS multiply-adds per query head, judged against the FMA peak
  * source  Dao et al. 2022, arXiv:2205.14135 (tiles, online softmax, recomputation); the transposed scores of the CPU
  *         code are our own */
@@ -23,17 +24,19 @@
 
 /* A block of queries is one panel of NR columns. Scores are kept transposed, s[key][query]: a column is a query, so the
  * softmax runs down the vectors without a horizontal sum, and s and p are the packed operand that the next GEMM
- * wants. Every GEMM below is a gemm_tile. Keys come in tiles whose scores stay in the nearest caches. */
+ * wants. Every GEMM below is a gemm_tile over gemm.h's cells; where those are pairs, p and ds become pairs first.
+ * Keys come in tiles whose scores stay in the nearest caches. */
 enum { ATTENTION_QUERIES = GEMM_NR, ATTENTION_KEYS_FORWARD = 512, ATTENTION_KEYS_BACKWARD = 128 };
 
 /* One head's matrices, packed, and the tiles of one thread. Rows beyond T and head elements beyond HS are zero. */
 typedef struct {
-    float *k_rows, *v_rows;         // panels of MR keys: [T/MR][HS][MR]
-    float *k_cols, *v_cols;         // panels of MR head elements: [HS/MR][T][MR]
+    float *k_rows, *v_rows;         // panels of MR keys: [T/MR][cells of HS][MR]
+    float *k_cols, *v_cols;         // panels of MR head elements: [HS/MR][cells of T][MR]
     float *dk, *dv;                 // (T, HS in whole vectors)
     float *p, *ds;                  // a tile of scores: [key][query]
-    float *q_t, *dout_t, *acc_t;    // a block of queries, transposed: [head element][query]. acc_t becomes out or dq
-    float *q, *dout;                // the same as rows: [query][HS in whole vectors]
+    float *q_t, *dout_t;            // a block of queries, transposed: [cells of HS][query]
+    float *acc_t;                   // [head element][query]: becomes out or dq
+    float *q, *dout;                // the block as rows: [cells of queries][HS in whole vectors]
 } AttentionSpace;
 
 /* Lays the parts out from `base` on; returns where they end. */
@@ -76,15 +79,19 @@ static size_t attention_scratch_elems(int B, int T, int NH, int HS)
 static void attention_pack_rows(float* dst, const floatX* src, size_t ld, int T, int HS)
 {
     for (int t = 0; t < T; t += GEMM_MR)
-        gemm_pack(dst + (size_t)t * HS, GEMM_MR, src + t * ld, ld, false, HS, gemm_min(GEMM_MR, T - t));
+        gemm_pack(dst + (size_t)t * gemm_cells(HS), GEMM_MR, src + t * ld, ld, false, HS, gemm_min(GEMM_MR, T - t));
 }
+
+/* Of k_cols and v_cols. */
+static size_t attention_panel_elems(int T) { return round_up(T, GEMM_MR) / GEMM_PAIR * GEMM_MR; }
 
 static void attention_pack_cols(float* dst, const floatX* src, size_t ld, int T, int HS)
 {
-    const int keys = (int)round_up(T, GEMM_MR);
-    for (int d = 0; d < HS; d += GEMM_MR, dst += (size_t)keys * GEMM_MR) {
+    const int cells = gemm_cells(T);
+    const size_t panel_elems = attention_panel_elems(T);
+    for (int d = 0; d < HS; d += GEMM_MR, dst += panel_elems) {
         gemm_pack(dst, GEMM_MR, src + d, ld, true, T, gemm_min(GEMM_MR, HS - d));
-        memset(dst + (size_t)T * GEMM_MR, 0, (size_t)(keys - T) * GEMM_MR * sizeof(float));
+        memset(dst + (size_t)cells * GEMM_MR, 0, (panel_elems - (size_t)cells * GEMM_MR) * sizeof(float));
     }
 }
 
@@ -92,8 +99,33 @@ static void attention_pack_cols(float* dst, const floatX* src, size_t ld, int T,
 static void attention_scores(float* s, const float* rows, const float* cols_t, int num_keys, int num_vectors, int HS)
 {
     static const float zeros[GEMM_NR] = {};
+    const int cells = gemm_cells(HS);
     for (int j = 0; j < num_keys; j += GEMM_MR)
-        gemm_tile_any<false>(num_vectors, s + j * GEMM_NR, GEMM_NR, zeros, 0, rows + j * HS, 0, cols_t, GEMM_NR, HS);
+        gemm_tile_any<false>(num_vectors, s + j * GEMM_NR, GEMM_NR, zeros, 0, rows + j * cells, 0, cols_t, GEMM_NR,
+                             cells);
+}
+
+/* A tile as the right operand of a GEMM over keys, [cells of keys][query]: itself, or pairs of its rows, in `pairs`,
+ * which may be the tile. */
+static const float* attention_key_cells(float* pairs, const float* p, int num_keys, int num_vectors)
+{
+    if constexpr (GEMM_PAIR == 1) return p;
+    else
+        for (int j = 0; j < num_keys; j += 2)
+            for (int col = 0; col < num_vectors * VF; col += VF)
+                vf_store(pairs + j / 2 * GEMM_NR + col,
+                         vf_pair(vf_load(p + j * GEMM_NR + col), vf_load(p + (j + 1) * GEMM_NR + col)));
+    return pairs;
+}
+
+/* A tile as the left operand of a GEMM over queries, in place: rows of cells. */
+static const float* attention_query_cells(float* p, int num_keys, int num_vectors)
+{
+    if constexpr (GEMM_PAIR > 1)
+        for (int j = 0; j < num_keys; j++)
+            for (int i = 0; i < num_vectors; i++)
+                pair_store_row(p + j * GEMM_NR + i * VF / 2, vf_load(p + j * GEMM_NR + i * VF));
+    return p;
 }
 
 /* acc_t[d][query] += sum_key cols[d][key] * p[key][query]; the panels of cols are panel_elems apart. */
@@ -102,7 +134,7 @@ static void attention_gather(float* acc_t, const float* cols, size_t panel_elems
 {
     for (int d = 0; d < HS; d += GEMM_MR, cols += panel_elems) {
         float* c = acc_t + d * GEMM_NR;
-        gemm_tile_any<false>(num_vectors, c, GEMM_NR, c, GEMM_NR, cols, 0, p, GEMM_NR, num_keys);
+        gemm_tile_any<false>(num_vectors, c, GEMM_NR, c, GEMM_NR, cols, 0, p, GEMM_NR, num_keys / GEMM_PAIR);
     }
 }
 
@@ -115,7 +147,7 @@ static void attention_scatter(float* d, const float* p, const float* rows, int n
         for (int j = 0; j < num_keys; j += GEMM_MR) {
             float* c = d + (size_t)j * width + first * VF;
             gemm_tile_any<true>(gemm_min(per_tile, num_vectors - first), c, width, c, width, p + j * GEMM_NR, GEMM_NR,
-                                rows + first * VF, width, num_queries);
+                                rows + first * VF, width, gemm_cells(num_queries));
         }
 }
 
@@ -161,9 +193,9 @@ static void attention_drop(float* s, DropoutKey drop_key, const Dropout& d, int 
 static void attention_forward_head(floatX* out, float* lse, const AttentionSpace* s, const floatX* q, AttentionDims a,
                                    DropoutKey drop_key, const Dropout& d)
 {
-    const int T = a.T, HS = a.HS;
+    const int T = a.T, HS = a.HS, cells = gemm_cells(HS);
     const size_t ld = attention_ld_qkv(a), ld_out = attention_ld_out(a);
-    const size_t panel_elems = round_up(T, GEMM_MR) * GEMM_MR;
+    const size_t panel_elems = attention_panel_elems(T);
     for (int first = 0; first < T; first += ATTENTION_QUERIES) {
         const int num_queries = gemm_min(ATTENTION_QUERIES, T - first), num_vectors = gemm_div_up(num_queries, VF);
         const int seen = (int)round_up(first + num_queries, GEMM_MR);
@@ -173,11 +205,13 @@ static void attention_forward_head(floatX* out, float* lse, const AttentionSpace
         memset(s->acc_t, 0, round_up(HS, GEMM_MR) * GEMM_NR * sizeof(float));
         for (int key = 0; key < seen; key += ATTENTION_KEYS_FORWARD) {
             const int num_keys = gemm_min(ATTENTION_KEYS_FORWARD, seen - key);
-            attention_scores(s->p, s->k_rows + (size_t)key * HS, s->q_t, num_keys, num_vectors, HS);
+            attention_scores(s->p, s->k_rows + (size_t)key * cells, s->q_t, num_keys, num_vectors, HS);
             attention_mask(s->p, key - first, num_keys);
             attention_softmax(s->p, max, sum, s->acc_t, num_keys, num_vectors, HS, a.scale);
             if (d.threshold > 0) attention_drop(s->p, drop_key, d, first, key, num_keys, T);
-            attention_gather(s->acc_t, s->v_cols + key * GEMM_MR, panel_elems, s->p, num_keys, num_vectors, HS);
+            const float* p = attention_key_cells(s->p, s->p, num_keys, num_vectors);
+            attention_gather(s->acc_t, s->v_cols + key / GEMM_PAIR * GEMM_MR, panel_elems, p, num_keys, num_vectors,
+                             HS);
         }
         for (int col = 0; col < num_vectors * VF; col += VF) {
             const vf inverse = 1.0f / vf_load(sum + col);
@@ -186,18 +220,8 @@ static void attention_forward_head(floatX* out, float* lse, const AttentionSpace
                 vf_store(o, vf_load(o) * inverse);
             }
         }
-        gemm_transpose(out + first * ld_out, ld_out, s->acc_t, GEMM_NR, num_queries, HS);
+        gemm_transpose<1>(out + first * ld_out, ld_out, s->acc_t, GEMM_NR, num_queries, HS);
         for (int i = 0; i < num_queries; i++) lse[first + i] = max[i] + logf(sum[i]);
-    }
-}
-
-/* A block of rows in whole vectors; what sticks out is zero. */
-static void attention_copy_rows(float* dst, const floatX* src, size_t ld, int num_rows, int HS)
-{
-    const size_t width = round_up(HS, VF);
-    for (int i = 0; i < num_rows; i++) {
-        vf_copy(dst + i * width, src + i * ld, HS);
-        memset(dst + i * width + HS, 0, (width - HS) * sizeof(float));
     }
 }
 
@@ -220,9 +244,9 @@ static void attention_backward_head(floatX* dq, const AttentionSpace* s, const f
                                     const float* lse, const floatX* q, AttentionDims a, DropoutKey drop_key,
                                     const Dropout& d)
 {
-    const int T = a.T, HS = a.HS;
+    const int T = a.T, HS = a.HS, cells = gemm_cells(HS);
     const size_t ld = attention_ld_qkv(a), ld_out = attention_ld_out(a), width = round_up(HS, VF);
-    const size_t panel_elems = round_up(T, GEMM_MR) * GEMM_MR;
+    const size_t panel_elems = attention_panel_elems(T);
     for (int first = 0; first < T; first += ATTENTION_QUERIES) {
         const int num_queries = gemm_min(ATTENTION_QUERIES, T - first), num_vectors = gemm_div_up(num_queries, VF);
         const int seen = (int)round_up(first + num_queries, GEMM_MR);
@@ -231,24 +255,30 @@ static void attention_backward_head(floatX* dq, const AttentionSpace* s, const f
         gemm_pack(s->q_t, GEMM_NR, q + first * ld, ld, false, HS, num_queries);
         gemm_pack(s->dout_t, GEMM_NR, dout + first * ld_out, ld_out, false, HS, num_queries);
         gemm_pack(s->acc_t, GEMM_NR, out + first * ld_out, ld_out, false, HS, num_queries);
-        for (int d = 0; d < HS; d++)
-            for (int i = 0; i < GEMM_NR; i++) delta[i] += s->dout_t[d * GEMM_NR + i] * s->acc_t[d * GEMM_NR + i];
-        attention_copy_rows(s->q, q + first * ld, ld, num_queries, HS);
-        attention_copy_rows(s->dout, dout + first * ld_out, ld_out, num_queries, HS);
+        for (int d = 0; d < cells; d++)
+            for (int col = d * GEMM_NR, i = 0; i < GEMM_NR; i += VF)
+                vf_store(delta + i, gemm_add(vf_load(s->dout_t + col + i), vf_load(s->acc_t + col + i),
+                                             vf_load(delta + i)));
+        gemm_pack(s->q, width, q + first * ld, ld, true, num_queries, HS);
+        gemm_pack(s->dout, width, dout + first * ld_out, ld_out, true, num_queries, HS);
         memset(s->acc_t, 0, round_up(HS, GEMM_MR) * GEMM_NR * sizeof(float));
         for (int key = 0; key < seen; key += ATTENTION_KEYS_BACKWARD) {
             const int num_keys = gemm_min(ATTENTION_KEYS_BACKWARD, seen - key);
-            attention_scores(s->p, s->k_rows + (size_t)key * HS, s->q_t, num_keys, num_vectors, HS);
-            attention_scores(s->ds, s->v_rows + (size_t)key * HS, s->dout_t, num_keys, num_vectors, HS);
+            attention_scores(s->p, s->k_rows + (size_t)key * cells, s->q_t, num_keys, num_vectors, HS);
+            attention_scores(s->ds, s->v_rows + (size_t)key * cells, s->dout_t, num_keys, num_vectors, HS);
             attention_mask(s->p, key - first, num_keys);
             if (d.threshold > 0) attention_drop(s->ds, drop_key, d, first, key, num_keys, T);
             attention_softmax_backward(s->p, s->ds, block_lse, delta, num_keys, num_vectors, a.scale);
             if (d.threshold > 0) attention_drop(s->p, drop_key, d, first, key, num_keys, T);
-            attention_scatter(s->dv + key * width, s->p, s->dout, num_keys, num_queries, HS);
-            attention_scatter(s->dk + key * width, s->ds, s->q, num_keys, num_queries, HS);
-            attention_gather(s->acc_t, s->k_cols + key * GEMM_MR, panel_elems, s->ds, num_keys, num_vectors, HS);
+            const float* p = attention_query_cells(s->p, num_keys, num_vectors);
+            attention_scatter(s->dv + key * width, p, s->dout, num_keys, num_queries, HS);
+            const float* ds = attention_key_cells(s->p, s->ds, num_keys, num_vectors);
+            attention_gather(s->acc_t, s->k_cols + key / GEMM_PAIR * GEMM_MR, panel_elems, ds, num_keys, num_vectors,
+                             HS);
+            ds = attention_query_cells(s->ds, num_keys, num_vectors);
+            attention_scatter(s->dk + key * width, ds, s->q, num_keys, num_queries, HS);
         }
-        gemm_transpose(dq + first * ld, ld, s->acc_t, GEMM_NR, num_queries, HS);
+        gemm_transpose<1>(dq + first * ld, ld, s->acc_t, GEMM_NR, num_queries, HS);
     }
 }
 

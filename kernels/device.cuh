@@ -15,6 +15,7 @@
 #include "gpus.h"
 #include "kernels/cpu/share_gpu.h"
 #ifdef DEVICE_CPU
+#include "kernels/cpu/gemm.h"
 #include "kernels/cpu/peak.h"
 #endif
 #ifndef DEVICE_CUDA
@@ -48,7 +49,9 @@ static void device_measure(Device* d, int host_num_ranks, bool for_estimates)
         snprintf(d->peak_source, sizeof d->peak_source, "TRAIN_GPT_PEAK_GFLOPS");
     } else {
         double cores = (double)sysconf(_SC_NPROCESSORS_ONLN), threads = (double)host_num_ranks * d->num_threads;
-        d->peak_flops = 1e9 * cpu_fma_gflops(d->num_threads) * fmin(1.0, cores / threads);   // threads may share cores
+        d->peak_flops = 1e9 * fmin(1.0, cores / threads) *          // threads may share cores
+                        cpu_fma_gflops<GEMM_PAIR>(d->num_threads);
+        if (GEMM_PAIR > 1) snprintf(d->peak_source, sizeof d->peak_source, "AVX512_BF16");
     }
     if (for_estimates) d->memory_gbps = cpu_triad_gbps(d->num_threads, 64 << 20);
 #else

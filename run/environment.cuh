@@ -60,7 +60,10 @@ static void environment_host(void)
     environment_row("CPU", nullptr, "%s, %ld cores, %d threads for one rank", model[0] ? model : "unknown",
                     sysconf(_SC_NPROCESSORS_ONLN), host_threads(1));
 #if defined(__x86_64__)
-    bool built_512 = false, built_2 = false;
+    bool built_bf16 = false, built_512 = false, built_2 = false;
+#ifdef __AVX512BF16__
+    built_bf16 = true;
+#endif
 #ifdef __AVX512F__
     built_512 = true;
 #endif
@@ -68,14 +71,16 @@ static void environment_host(void)
     built_2 = true;
 #endif
     __builtin_cpu_init();
-    bool has_512 = __builtin_cpu_supports("avx512f"), has_2 = __builtin_cpu_supports("avx2");
-    bool slower = (has_512 && !built_512) || (has_2 && !built_2);
+    bool has_bf16 = __builtin_cpu_supports("avx512bf16"), has_512 = __builtin_cpu_supports("avx512f");
+    bool has_2 = __builtin_cpu_supports("avx2");
+    bool slower = (has_bf16 && !built_bf16) || (has_512 && !built_512) || (has_2 && !built_2);
 #ifdef DEVICE_CUDA
     slower = false;                                  // on a GPU the host's instruction set matters little
 #endif
     environment_row("SIMD", slower ? "built on another machine: make clean && make" : nullptr,
-                    "built for %s; this CPU has %s", built_512 ? "AVX-512" : built_2 ? "AVX2" : "SSE2",
-                    has_512 ? "AVX-512" : has_2 ? "AVX2" : "SSE2");
+                    "built for %s; this CPU has %s",
+                    built_bf16 ? "AVX512_BF16" : built_512 ? "AVX-512" : built_2 ? "AVX2" : "SSE2",
+                    has_bf16 ? "AVX512_BF16" : has_512 ? "AVX-512" : has_2 ? "AVX2" : "SSE2");
 #endif
     environment_proc("/proc/meminfo", "MemTotal", total);
     environment_proc("/proc/meminfo", "MemAvailable", available);

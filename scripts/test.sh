@@ -82,13 +82,15 @@ run_programs() {
 run_variants() {
     local isa
     run_beside sanitize-build make DEVICE=cpu SANITIZE=1 PREC=fp32 build/sanitize/train_gpt
-    run_beside portable-build make DEVICE=cpu ISA="avx512 avx2 sse2" PREC=fp32 BUILD=build/portable \
-        build/portable/train_gpt
+    run_beside portable-build make DEVICE=cpu DEV=1 ISA="avx512bf16 avx512 avx2 sse2" PREC="fp32 bf16" \
+        BUILD=build/portable build/portable/train_gpt
+    run_beside avx512-build make DEVICE=cpu DEV=1 ISA=avx512 PREC=bf16 BUILD=build/avx512 build/avx512/test_ops.bf16
     for isa in avx2 sse2; do
         run_beside "$isa-build" make DEVICE=cpu ISA=$isa PREC=fp32 BUILD=build/$isa build/$isa/test_ops.fp32
     done
     wait
     for isa in avx2 sse2; do run "cpu-test_ops.fp32-$isa" build/$isa/test_ops.fp32; done
+    run cpu-test_ops.bf16-avx512 build/avx512/test_ops.bf16 matmul
 }
 
 # The fallbacks if cuBLASLt refuses an epilogue.

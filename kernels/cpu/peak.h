@@ -1,6 +1,6 @@
 /* peak.h: what the cores that this process runs on can do at best, measured; for device.cuh and dev/bench_floor.cpp.
- *   cpu_fma_gflops   fp32 fused multiply-add peak, 30 ms: every thread runs chains of independent ones in registers,
- *                    and the best speeds of all threads are added up
+ *   cpu_fma_gflops   multiply-add peak, 30 ms: every thread runs chains of independent ones in registers, and the best
+ *                    speeds of all threads are added up. PAIR terms in a lane: fp32 (1), or pairs of bf16 (2)
  *   cpu_triad_gbps   b = a*s + b over arrays far larger than the caches, two reads and a write, the access pattern of
  *                    the optimizer
  * On a shared or throttled machine both change by the minute: compare only what was measured in turn. */
@@ -15,6 +15,7 @@ enum { FMA_CHAINS = 12 };       // a multiply-add takes 4 cycles, two can start 
 
 /* noipa, and factor and term not known to it: else the compiler evaluates a chain that starts at a fixed point of
  * x * factor + term, and less is executed than is counted. Optimized as in a release build in any other too. */
+template <int PAIR>
 __attribute__((noipa, optimize("O2", "fp-contract=fast"))) static float fma_chains(long num_rounds, vf factor, vf term)
 {
     vf x[FMA_CHAINS];
@@ -22,7 +23,8 @@ __attribute__((noipa, optimize("O2", "fp-contract=fast"))) static float fma_chai
     for (int i = 0; i < FMA_CHAINS; i++) x[i] = vf_set((float)i);
     for (long round = 0; round < num_rounds; round++) {
 #pragma GCC unroll 12
-        for (int i = 0; i < FMA_CHAINS; i++) x[i] = vf_fma(x[i], factor, term);
+        for (int i = 0; i < FMA_CHAINS; i++)
+            x[i] = PAIR == 1 ? vf_fma(x[i], factor, term) : vf_dot_pair(factor, term, x[i]);
     }
     vf sum = x[0];
 #pragma GCC unroll 12
@@ -32,10 +34,10 @@ __attribute__((noipa, optimize("O2", "fp-contract=fast"))) static float fma_chai
 
 /* Each thread times bursts of half a millisecond, which other processes rarely interrupt, and counts its fastest. All
  * run for the same 30 ms, so that threads which share a core also share it in what they measure. */
-static inline double cpu_fma_gflops(int num_threads)
+template <int PAIR> static inline double cpu_fma_gflops(int num_threads)
 {
     const long num_rounds = 300000;
-    const double burst_flop = 2.0 * VF * FMA_CHAINS * (double)num_rounds;
+    const double burst_flop = 2.0 * VF * PAIR * FMA_CHAINS * (double)num_rounds;
     double gflops = 0;
     [[maybe_unused]] volatile float sink = 0;
 #pragma omp parallel num_threads(num_threads) reduction(+:gflops)
@@ -43,7 +45,7 @@ static inline double cpu_fma_gflops(int num_threads)
         double best_s = 1e30;
 #pragma omp barrier
         for (double begin_s = now_s(), end_s = begin_s + 0.03, start_s = begin_s; start_s < end_s;) {
-            sink = fma_chains(num_rounds, vf_set(0.999f), vf_set(0.001f));
+            sink = fma_chains<PAIR>(num_rounds, vf_set(0.999f), vf_set(0.001f));
             const double now = now_s(), took_s = now - start_s;
             if (took_s < best_s) best_s = took_s;
             start_s = now;

@@ -4,6 +4,8 @@
  *   vf_load vf_store  any address; vf_load_n vf_store_n: the first n of VF lanes, for tails (others read as 0, are not
  *   written); bf16 and fp16 are widened when read and rounded to nearest even when written; vf_copy: n elements
  *   vf_set vf_fma vf_max vf_min vf_select vf_sum vf_hmax
+ *   vf_dot_pair       sum + a * b of both bf16 in each lane; one instruction if VF_BF16_PAIRS. vf_pair pair_rows
+ *                     pair_store_row pair_store make pairs
  *   vf_exp            at most 1.3 ulp off; 0 below -87.33, stays finite above 88.37, NaN stays NaN
  *   vf_erf            at most 1.2 ulp off
  * vf_sum adds the lanes in a fixed tree: results do not depend on threads; in the last bits they depend on VF. */
@@ -28,7 +30,9 @@ typedef unsigned short vh __attribute__((vector_size(VF * sizeof(unsigned short)
 typedef float vf4 __attribute__((vector_size(16)));
 typedef float vf8 __attribute__((vector_size(32)));
 typedef unsigned vu4 __attribute__((vector_size(16)));
+typedef unsigned vu8 __attribute__((vector_size(32)));
 typedef unsigned short vh4 __attribute__((vector_size(8)));
+typedef unsigned short vh8 __attribute__((vector_size(16)));
 #define VF8_LOW(v) __builtin_shufflevector(v, v, 0, 1, 2, 3)
 #define VF8_HIGH(v) __builtin_shufflevector(v, v, 4, 5, 6, 7)
 #define VF16_LOW(v) __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7)
@@ -72,6 +76,61 @@ SIMD void vf_store(__half* p, vf v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps
 SIMD vf vf_load(const __half* p) { vf v; for (int i = 0; i < VF; i++) v[i] = (float)p[i]; return v; }
 SIMD void vf_store(__half* p, vf v) { for (int i = 0; i < VF; i++) p[i] = __half(v[i]); }
 #endif
+
+/* Pairs of bf16 in a lane, the first in its low half. The instructions take denormals, operands and results, as 0;
+ * what is rounded is rounded to nearest even. */
+#if defined(__AVX512BF16__)
+#define VF_BF16_PAIRS 1
+SIMD vf vf_dot_pair(vf a, vf b, vf sum) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+SIMD vf vf_pair(vf first, vf second)
+{
+    typedef short vs32 __attribute__((vector_size(64)));
+    const vs32 both = (vs32)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    return (vf)__builtin_shufflevector(both, both, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25,
+                                       10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
+/* VF / 2 pairs: neighbours in v. */
+SIMD void pair_store_row(float* dst, vf v)
+{
+    const __m256bh pairs = _mm512_cvtneps_pbh((__m512)v);
+    memcpy(dst, &pairs, sizeof pairs);
+}
+#else
+#define VF_BF16_PAIRS 0
+SIMD vf vf_dot_pair(vf a, vf b, vf sum)
+{
+    const vf first = (vf)((vu)a << 16) * (vf)((vu)b << 16), high_a = (vf)((vu)a & 0xffff0000u);
+    return sum + first + high_a * (vf)((vu)b & 0xffff0000u);
+}
+SIMD vf vf_pair(vf first, vf second)
+{
+    __nv_bfloat16 low[VF], high[VF];
+    vh a, b;
+    vf_store(low, first);
+    vf_store(high, second);
+    memcpy(&a, low, sizeof a);
+    memcpy(&b, high, sizeof b);
+    return (vf)(__builtin_convertvector(a, vu) | __builtin_convertvector(b, vu) << 16);
+}
+SIMD void pair_store_row(float* dst, vf v) { vf_store((__nv_bfloat16*)dst, v); }
+#endif
+
+/* As many pairs as HALVES (vh, vh8) has lanes; WORDS (vu, vu8) has as many. */
+template <class HALVES, class WORDS>
+SIMD void pair_rows(float* dst, const __nv_bfloat16* first, const __nv_bfloat16* second)
+{
+    HALVES a, b;
+    memcpy(&a, first, sizeof a);
+    memcpy(&b, second, sizeof b);
+    const WORDS pairs = __builtin_convertvector(a, WORDS) | __builtin_convertvector(b, WORDS) << 16;
+    memcpy(dst, &pairs, sizeof pairs);
+}
+SIMD void pair_store(float* dst, __nv_bfloat16 first, __nv_bfloat16 second)
+{
+    const unsigned pair = first.bits | (unsigned)second.bits << 16;
+    memcpy(dst, &pair, sizeof pair);
+}
 
 template <class T> SIMD vf vf_load_n(const T* p, int n)
 {
