@@ -1,11 +1,17 @@
 #!/usr/bin/env python3
-"""torch_bench.py: times steps of train_gpt and of PyTorch, eager and compiled, in turn on the same cores. Run it with a
-Python that has torch:  PYTHON dev/torch_bench.py [--rounds 3] [--steps 4] [--shapes gpt2:4:64 ...] [--preload LIBRARY]
+"""torch_bench.py: times steps of train_gpt and of PyTorch in turn on the same cores, with a Python that has torch:
+    PYTHON dev/torch_bench.py [--rounds 7] [--steps 4] [--shapes gpt2:4:64 ...] [--kinds eager compile]
+                              [--preload LIBRARY]
 
-fp32, two threads (--threads); scaled_dot_product_attention, fused AdamW, gradients clipped, as train_gpt does. PyTorch
-gets an allocator that does not return memory: --preload libtcmalloc_minimal.so.4 or libjemalloc.so.2, else glibc's with
-the tunables below; otherwise each step has page faults again. Each contender is one process for all rounds, so
-torch.compile is not timed. The ratio is tokens/s of train_gpt over those of the faster of eager and compiled."""
+Three pairs: fp32; -p bf16 against autocast to bf16 over fp32 weights; all of it in bf16 on both sides. In the same
+round dev/bench_floor.cpp measures the floor of the step. Medians and, in brackets, fastest and slowest; a ratio is
+train_gpt's time over that of the faster kind.
+
+PyTorch gets what makes it fast: scaled_dot_product_attention; fused AdamW, whose pass also scales the gradients for
+the clipping; MKL's kernels for Intel on any x86-64 (`cc` builds the switch, a library of one function); an allocator
+that does not return memory, else each step has page faults again: --preload libtcmalloc_minimal.so.4 or
+libjemalloc.so.2, else glibc's with the tunables below. Each contender is one process for all rounds, so torch.compile
+is not timed."""
 import argparse
 import os
 import pathlib
@@ -18,6 +24,9 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 VOCABULARY = {"gpt2": 50257, "llama-60m": 32000}
+DTYPES = {"fp32": [], "autocast": ["-p", "bf16"],
+          "bf16": ["-p", "bf16", "--master", "none", "--state-dtype", "bf16", "--grad-dtype", "bf16"]}
+SIZES = {"gpt2": "gpt2 12 768 3072 50304", "llama-60m": "llama 8 512 1376 32000"}       # for bench_floor
 KEEP_MEMORY = ("glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:"
                "glibc.malloc.top_pad=268435456:glibc.malloc.hugetlb=1")
 
@@ -67,7 +76,7 @@ def llama(layers, channels, heads, width, vocabulary, context):
     return Llama()
 
 
-def worker(kind, name, batch, length, threads):
+def worker(kind, dtype, name, batch, length, threads):
     """For each line of input, a number of steps: runs them and prints their seconds."""
     import torch
     from torch import nn
@@ -75,15 +84,19 @@ def worker(kind, name, batch, length, threads):
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = GPT2(12, 768, 12, 50304, length) if name == "gpt2" else llama(8, 512, 8, 1376, 32000, length)
+    if dtype == "bf16":
+        model = model.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     loss_of = torch.compile(model) if kind == "compile" else model
     tokens = torch.randint(VOCABULARY[name], (batch, length + 1))
 
     def step():
         start = time.perf_counter()
-        loss = loss_of(tokens[:, :-1], tokens[:, 1:])
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+            loss = loss_of(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        optimizer.grad_scale = norm.float().clamp(min=1.0)          # what the update divides gradients by
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()
@@ -96,25 +109,37 @@ def worker(kind, name, batch, length, threads):
         print(*(step() for _ in range(int(line))), flush=True)
 
 
+def mkl_switch(folder):
+    """MKL asks whether the CPU is Intel's before it takes its best kernels: a library that says yes."""
+    (folder / "switch.c").write_text("int mkl_serv_intel_cpu_true(void) { return 1; }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", folder / "switch.c", "-o", folder / "switch.so"], check=True)
+    return folder / "switch.so"
+
+
 class Torch:
-    def __init__(self, kind, name, batch, length, options):
-        env = dict(os.environ, OMP_NUM_THREADS=str(options.threads))
-        if options.preload:
-            env["LD_PRELOAD"] = options.preload
-        else:
+    def __init__(self, kind, dtype, name, batch, length, folder, options):
+        env = dict(os.environ, OMP_NUM_THREADS=str(options.threads),
+                   LD_PRELOAD=f"{mkl_switch(folder)} {options.preload}".strip())
+        if not options.preload:
             env["GLIBC_TUNABLES"] = KEEP_MEMORY
-        self.process = subprocess.Popen([sys.executable, __file__, "--worker", kind, name, str(batch), str(length),
-                                         str(options.threads)], env=env, text=True, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        self.version = self.process.stdout.readline().strip()
-        if not self.version:
-            sys.exit(f"PyTorch, {kind}, did not start: {sys.executable} {__file__} --worker {kind} {name} {batch} "
-                     f"{length} {options.threads}")
+        self.command = [sys.executable, __file__, "--worker", kind, dtype, name, str(batch), str(length),
+                        str(options.threads)]
+        self.errors = open(folder / f"{kind}-{dtype}", "w+", encoding="utf-8")
+        self.process = subprocess.Popen(self.command, env=env, text=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=self.errors)
+        self.version = self.read()
+
+    def read(self):
+        line = self.process.stdout.readline().strip()
+        if not line:
+            self.errors.seek(0)
+            sys.exit(f"{self.errors.read()}\nPyTorch ended: {' '.join(self.command)}")
+        return line
 
     def steps(self, num_steps):
         self.process.stdin.write(f"{num_steps}\n")
         self.process.stdin.flush()
-        return [float(x) for x in self.process.stdout.readline().split()]
+        return [float(x) for x in self.read().split()]
 
     def close(self):
         self.process.stdin.close()
@@ -122,52 +147,73 @@ class Torch:
 
 
 # ---- train_gpt --------------------------------------------------------------------------------------------------
-def ours(data, name, batch, length, num_steps, options):
+def ours(words, data, name, batch, length, num_steps, options):
     """Runs one more step than `steps`: the first is not counted."""
     out = subprocess.run([options.program, "-m", name, "-d", data / name, "-b", str(batch), "-t", str(length),
-                          "-n", str(num_steps + 1), "--sample-tokens", "0"], check=True, capture_output=True, text=True,
-                         env=dict(os.environ, OMP_NUM_THREADS=str(options.threads))).stdout
+                          "-n", str(num_steps + 1), "--sample-tokens", "0", *words], check=True, capture_output=True,
+                         text=True, env=dict(os.environ, OMP_NUM_THREADS=str(options.threads))).stdout
     return [1e-3 * float(ms) for ms in re.findall(r"^step \d.*\| (\d+) ms ", out, re.MULTILINE)[1:]]
+
+
+def floors(name, batch, length, options):
+    """Seconds in fp32 and with the bf16 peak."""
+    out = subprocess.run([ROOT / "build/cpu/bench_floor", *SIZES[name].split(), str(batch), str(length)], check=True,
+                         capture_output=True, text=True, env=dict(os.environ, OMP_NUM_THREADS=str(options.threads)))
+    return [1e-3 * float(re.search(rf"\b{which} (\S+)", out.stdout)[1]) for which in ("floor_ms", "bf16_floor_ms")]
+
+
+def shape_rows(name, batch, length, data, options):
+    """The rows of one shape, and PyTorch's version."""
+    contenders = {(dtype, kind): Torch(kind, dtype, name, batch, length, data, options)
+                  for dtype in DTYPES for kind in options.kinds}
+    times, floor = {key: [] for key in [*contenders, *DTYPES]}, []
+    for _ in range(options.rounds):
+        floor.append(floors(name, batch, length, options))
+        for dtype, words in DTYPES.items():
+            times[dtype] += ours(words, data, name, batch, length, options.steps, options)
+            for kind in options.kinds:
+                times[dtype, kind] += contenders[dtype, kind].steps(options.steps)
+    for contender in contenders.values():
+        contender.close()
+    for dtype in DTYPES:
+        best = min((times[dtype, kind] for kind in options.kinds), key=statistics.median)
+        median = statistics.median(times[dtype])
+        least = statistics.median(pair[dtype != "fp32"] for pair in floor)
+        cells = [f"{1e3 * statistics.median(series):.0f} ({1e3 * min(series):.0f}-{1e3 * max(series):.0f})"
+                 for series in [times[dtype], *(times[dtype, kind] for kind in options.kinds)]]
+        print(f"| {name} B={batch} T={length} {dtype} |", " | ".join(cells),
+              f"| {median / statistics.median(best):.2f} | {1e3 * least:.0f} | {median / least:.2f} |", flush=True)
+    return next(iter(contenders.values())).version
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--shapes", nargs="*", default=["gpt2:4:64", "gpt2:4:256", "gpt2:1:1024", "llama-60m:4:256"])
+    parser.add_argument("--kinds", nargs="*", default=["eager", "compile"])
     parser.add_argument("--preload", default="")
     parser.add_argument("--program", default=ROOT / "build/cpu/train_gpt")
     options = parser.parse_args()
     sys.path += [str(ROOT / "dev"), str(ROOT / "test")]
     import init
     import util
-    print("| shape | train_gpt ms | tok/s | eager ms | compile ms | tok/s, best | ratio |")
-    print("|---|---|---|---|---|---|---|")
+    subprocess.run(["make", "-s", "DEVICE=cpu", "build/cpu/bench_floor"], cwd=ROOT, check=True)
+    print("| shape | train_gpt ms |", " | ".join(f"{kind} ms" for kind in options.kinds), "| ratio | floor | x floor |")
+    print("|---" * (5 + len(options.kinds)) + "|")
     with tempfile.TemporaryDirectory() as folder:
         data = pathlib.Path(folder)
         for shape in options.shapes:
             name, batch, length = shape.split(":")
-            batch, length = int(batch), int(length)
             util.shard_write(data / name / "train_000000.bin", init.tokens(100000, VOCABULARY[name], 1),
                              VOCABULARY[name])
-            contenders = [Torch(kind, name, batch, length, options) for kind in ("eager", "compile")]
-            times = [[], [], []]
-            for _ in range(options.rounds):
-                times[0] += ours(data, name, batch, length, options.steps, options)
-                for contender, series in zip(contenders, times[1:]):
-                    series += contender.steps(options.steps)
-            for contender in contenders:
-                contender.close()
-            s = [statistics.median(series) for series in times]
-            toks, best = batch * length, min(s[1:])
-            print(f"| {name} B={batch} T={length} | {1e3 * s[0]:.0f} | {toks / s[0]:.0f} | {1e3 * s[1]:.0f} | "
-                  f"{1e3 * s[2]:.0f} | {toks / best:.0f} | {best / s[0]:.2f} |", flush=True)
-    print(f"torch {contenders[0].version}, {options.threads} threads, allocator {options.preload or KEEP_MEMORY}")
+            version = shape_rows(name, int(batch), int(length), data, options)
+    print(f"torch {version}, {options.threads} threads, allocator {options.preload or KEEP_MEMORY}")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], sys.argv[3], *map(int, sys.argv[4:]))
+        worker(*sys.argv[2:5], *map(int, sys.argv[5:]))
     else:
         main()
