@@ -66,15 +66,15 @@ ifeq ($(DEVICE),cpu)
 else ifeq ($(DEVICE),emu)
   PREC       ?= fp32 bf16 fp16
   TEST_PRECS := fp32 bf16 fp16
-  COMPILE    := $(CXX) -x c++ -std=c++17 -O2 -g -fopenmp $(WARN) -DDEVICE_EMU -Ikernels/emu -Ikernels/cpu -I. \
-                $(MPI_FLAGS)
+  COMPILE    := $(CXX) -x c++ -std=c++17 -O2 -g -ffp-contract=off -fopenmp $(WARN) -DDEVICE_EMU -Ikernels/emu \
+                -Ikernels/cpu -I. $(MPI_FLAGS)
   LINK       := $(CXX) -g -fopenmp
   LIBS       += -lopenblas
   SUPPORT    := runtime nccl blaslt emu
   ifdef CHECK
     # One host thread; the emulator itself is not instrumented.
-    COMPILE  := $(CXX) -x c++ -std=c++17 -O1 -g $(WARN) -DDEVICE_EMU -DEMU_CHECK -Ikernels/emu -Ikernels/cpu \
-                -I. $(MPI_FLAGS)
+    COMPILE  := $(CXX) -x c++ -std=c++17 -O1 -g -ffp-contract=off $(WARN) -DDEVICE_EMU -DEMU_CHECK -Ikernels/emu \
+                -Ikernels/cpu -I. $(MPI_FLAGS)
     CHECKED  := -fsanitize=thread --param=tsan-instrument-func-entry-exit=0 -include kernels/emu/emu_libc.h
     SUPPORT  += emu_check
   endif

@@ -5,8 +5,9 @@
  * shapes  grad (n) FP32 or floatX's; values (n) any Dtype; result 2 double, or 1 uint64;
  *         scratch (global_norm_scratch_elems()) double
  * writes  result +=, so units and slices follow one another; the caller zeroes it once and all-reduces it at the end
- * needs   any n; the norm squares in double, so no finite gradient overflows it. On a GPU that is one operation in
- *         double an element, which those of 1 in 64 units do as fast as memory gives 4 bytes
+ * needs   any n; no finite gradient overflows the norm. The CPU squares in double. A GPU squares and adds in pairs of
+ *         floats and has 4 operations in double for 64 elements: those with 1 unit for double in 64 would else take
+ *         longer than memory, an element a clock and two units
  * exact   norm: fixed order for one n, for any number of CPU threads. Hash: integers, so any order and any cut into
  *         slices gives the same value: ranks, stages and layouts can be compared by one number.
  * cost    what is read, judged against memory bandwidth
@@ -83,17 +84,53 @@ static void state_hash_accumulate_cpu(unsigned long long* result, const Values& 
 
 static constexpr int GLOBAL_NORM_BLOCK = 256;
 
-/* |x| as a double, 0 where it is not finite. By integer operations, except for the rare subnormal numbers: on GPUs with
- * few units for double a conversion takes as long as an addition. The bits of the exponent are moved, and its bias is
- * 1023 instead of 127. */
-DEV double double_of_finite(float x)
+/* A sum of squares as two floats, the second what the first lacks: together twice the bits of a float, in operations
+ * that a GPU has for floats alone (Dekker 1971; Ogita, Rump & Oishi 2005). */
+struct SumPair { float sum, rest; };
+
+/* The square is two floats too, by an fma; what a sum is rounded by is computed from its parts. */
+DEV void square_add(SumPair* s, float x)
 {
-    const uint32_t bits = float_bits(x) & 0x7fffffffu, subnormals = 0x007fffffu, finite = 0x7f800000u;
-    if (bits - 1u < subnormals) return (double)bits_float(bits);
-    return bits != 0 && bits < finite ? bits_double(((uint64_t)bits << 29) + (896ull << 52)) : 0.0;
+    const float square = mul_rn(x, x), square_rest = fmaf(x, x, -square);
+    const float sum = add_rn(s->sum, square), added = add_rn(sum, -s->sum);
+    const float sum_rest = add_rn(add_rn(s->sum, -add_rn(sum, -added)), add_rn(square, -added));
+    s->sum = sum;
+    s->rest = add_rn(s->rest, add_rn(sum_rest, square_rest));
 }
 
-template <int W, class T> static __global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
+/* Moves what fits from `rest` to `sum`, so that `rest` stays small and exact. */
+DEV void sum_pair_settle(SumPair* s)
+{
+    const float sum = add_rn(s->sum, s->rest);
+    s->rest = add_rn(s->rest, -add_rn(sum, -s->sum));
+    s->sum = sum;
+}
+DEV double sum_pair_value(const SumPair& s) { return (double)s.sum + (double)s.rest; }
+
+/* Squares of finite values. What is so small or large that its square, or the rest of it, leaves the range of a float
+ * is scaled by a power of two and summed by itself: there is little of it. */
+struct SumSquares { SumPair most, tiny, huge; };
+static constexpr float TINY_BELOW = 0x1p-50f, TINY_SCALE = 0x1p100f, HUGE_FROM = 0x1p60f, HUGE_SCALE = 0x1p-96f;
+
+DEV void sum_squares_add(SumSquares* s, float x)
+{
+    const float size = fabsf(x);
+    if (size == 0.0f || (size >= TINY_BELOW && size < HUGE_FROM)) square_add(&s->most, x);
+    else if (size < TINY_BELOW) square_add(&s->tiny, x * TINY_SCALE);
+    else if (size <= FLT_MAX) square_add(&s->huge, x * HUGE_SCALE);
+}
+DEV double sum_squares_value(const SumSquares& s)
+{
+    double sum = sum_pair_value(s.most);
+    if (s.tiny.sum > 0.0f) sum += sum_pair_value(s.tiny) / ((double)TINY_SCALE * TINY_SCALE);
+    if (s.huge.sum > 0.0f) sum += sum_pair_value(s.huge) / ((double)HUGE_SCALE * HUGE_SCALE);
+    return sum;
+}
+
+/* Pairs are exact to 1e-13 over so many elements of a thread; then they are added to its double. */
+static constexpr int GLOBAL_NORM_PAIR_ELEMS = 64;
+
+template <int W, class T> static __global__ void __launch_bounds__(GLOBAL_NORM_BLOCK, 4)
 global_norm_kernel(double* scratch, const T* grad, size_t n)
 {
     SHARED(double, partial, [2][32]);
@@ -101,19 +138,24 @@ global_norm_kernel(double* scratch, const T* grad, size_t n)
     int num_bad = 0;
     const size_t stride = (size_t)gridDim.x * GLOBAL_NORM_BLOCK * W;
     size_t i = ((size_t)blockIdx.x * GLOBAL_NORM_BLOCK + threadIdx.x) * W;
-    for (; i < n; i += stride) {
-        float x[W] = {};
-        if (i + W <= n) {
-            load_vec(x, grad + i);
-        } else {
-            for (int k = 0; i + k < n; k++) x[k] = load_f(grad[i + k]);
-        }
+    while (i < n) {
+        SumSquares squares = {};
+#pragma unroll 1
+        for (int count = 0; count < GLOBAL_NORM_PAIR_ELEMS && i < n; count += W, i += stride) {
+            float x[W] = {};
+            if (i + W <= n) {
+                load_vec(x, grad + i);
+            } else {
+                for (int k = 0; i + k < n; k++) x[k] = load_f(grad[i + k]);
+            }
 #pragma unroll
-        for (int k = 0; k < W; k++) {
-            const double value = double_of_finite(x[k]);
-            sum += value * value;
-            num_bad += fabsf(x[k]) <= FLT_MAX ? 0 : 1;
+            for (int k = 0; k < W; k++) {
+                sum_squares_add(&squares, x[k]);
+                num_bad += fabsf(x[k]) <= FLT_MAX ? 0 : 1;
+            }
+            sum_pair_settle(&squares.most);
         }
+        sum += sum_squares_value(squares);
     }
     sum = block_sum(sum, partial[0]);
     const double num_nonfinite = block_sum((double)num_bad, partial[1]);
@@ -225,11 +267,13 @@ static void state_hash_accumulate(unsigned long long* result, const Values& valu
 #include "optest.h"
 
 /* dims[1] = 1: the largest finite number, an infinity and a NaN are among the gradients; 2: all are below the smallest
- * normal number or near it, and some are 0. dims[2]: floatX. */
+ * normal number or near it, and some are 0; 3: of all sizes that floatX and float have; 4: all the same, so that every
+ * sum is rounded to the same side. dims[2]: floatX. */
 template <class T> static void global_norm_run(OpRun* run, Dtype dtype)
 {
     const size_t n = (size_t)run->dims[0];
-    const bool extremes = run->dims[1] == 1, tiny = run->dims[1] == 2;
+    const bool extremes = run->dims[1] == 1, tiny = run->dims[1] == 2, all_sizes = run->dims[1] == 3;
+    const int max_exponent = dtype == Dtype::FP16 ? 15 : 127, num_exponents = dtype == Dtype::FP16 ? 40 : 276;
     OpTensor<T> grad = op_input<T>(run, "grad", n, 0.0, 1.0);
     double truth[2] = {tiny ? 0.0 : 3.0, 1.0};
     double* result = (double*)op_bytes(run, "result", OpKind::INOUT, truth, sizeof truth);
@@ -239,6 +283,15 @@ template <class T> static void global_norm_run(OpRun* run, Dtype dtype)
         store_f(&h_grad[0], INFINITY);
         store_f(&h_grad[n / 2], NAN);
         store_f(&h_grad[n - 1], sizeof(T) == 4 ? -FLT_MAX : -65504.0f);
+        op_upload(run, "grad");
+        for (size_t i = 0; i < n; i++) grad.f64[i] = load_f(h_grad[i]);
+    }
+    if (all_sizes || run->dims[1] == 4) {
+        T* h_grad = (T*)op_start_bytes(run, "grad");
+        for (size_t i = 0; i < n; i++) {
+            const int below = (int)(i * n % 7 * 97 + i) % num_exponents;
+            store_f(&h_grad[i], all_sizes ? ldexpf(1.0f + 0.37f * (float)(i % 3), max_exponent - below) : 1.1f);
+        }
         op_upload(run, "grad");
         for (size_t i = 0; i < n; i++) grad.f64[i] = load_f(h_grad[i]);
     }
@@ -325,6 +378,10 @@ static const OpTest global_norm_tests[] = {
     {"global_norm", global_norm_test, {10007, 1, 1}, OpWhen::ALWAYS},
     {"global_norm", global_norm_test, {10007, 2}, OpWhen::ALWAYS},
     {"global_norm", global_norm_test, {10007, 2, 1}, OpWhen::ALWAYS},
+    {"global_norm", global_norm_test, {10007, 3}, OpWhen::ALWAYS},
+    {"global_norm", global_norm_test, {10007, 3, 1}, OpWhen::ALWAYS},
+    {"global_norm", global_norm_test, {100, 3}, OpWhen::ALWAYS},
+    {"global_norm", global_norm_test, {17000000, 4}, OpWhen::LARGE},
     {"global_norm", global_norm_test, {1100003}, OpWhen::ALWAYS},
     {"global_norm", global_norm_test, {9000001, 1}, OpWhen::LARGE},
     {"nonfinite_find", nonfinite_find_test, {1, 1}, OpWhen::ALWAYS},

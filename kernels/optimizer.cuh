@@ -72,7 +72,7 @@ enum class TensorPhase { NONE, NORMS, MATRICES };   // LAMB's, Muon's: lamb.cuh,
 /* One run of elements in one step, of which a rule makes its constants. */
 struct RuleRun {
     const StepState* state;
-    double lr, ratio;                                // ratio: LAMB's
+    double lr, lr_factor, ratio;                     // lr = state->lr * lr_factor; ratio: LAMB's
     float weight_decay;
 };
 
@@ -117,7 +117,7 @@ struct Adamw : Rule {
         "p *= 1 - lr wd; p -= lr (m / bc1) / (sqrt(v / bc2) + eps)";
     HOSTDEV void adjust(Factors* f, const RuleRun& run)
     {
-        f->step_size = (float)(run.lr / run.state->bias_correction1);
+        f->step_size = (float)(run.state->factors.adam_lr * run.lr_factor);
     }
     HOSTDEV float step(float g, float* m, float* v, const Factors& f)
     {
@@ -189,8 +189,7 @@ struct Lamb : Rule {
     static constexpr double WEIGHT_DECAY = 0.01;
     HOSTDEV void adjust(Factors* f, const RuleRun& run)
     {
-        const StepState* s = run.state;
-        f->step_size = (float)(run.lr * sqrt(s->bias_correction2) / s->bias_correction1 * run.ratio);
+        f->step_size = (float)(run.state->factors.lamb_lr * run.lr_factor * run.ratio);
     }
     HOSTDEV float element(float p, float* grad, float* states, const Factors& f)
     {
@@ -366,19 +365,19 @@ template <class R> HOSTDEV typename R::Factors run_factors(const OptimizerRuns& 
 {
     typename R::Factors f;
     const float weight_decay = runs.weight_decay[run];
-    const double lr = state->lr * (double)runs.lr_factor[run];
+    const double lr_factor = runs.lr_factor[run], lr = state->lr * lr_factor;
     const double ratio = R::PHASE == TensorPhase::NORMS ? lamb_ratio(sums + 2 * runs.tensor[run]) : 1.0;
-    f.grad_coef = (float)(state->grad_scale * state->clip_coef);
+    f.grad_coef = state->factors.grad_coef;
     f.beta1 = config.beta1;
     f.beta2 = config.beta2;
     f.step_size = (float)lr;
-    f.rsqrt_correction2 = (float)(1.0 / sqrt(state->bias_correction2));
+    f.rsqrt_correction2 = state->factors.rsqrt_correction2;
     f.eps = config.eps;
     f.decay = R::DECAY_IS_COUPLED ? weight_decay : (float)(lr * (double)weight_decay);
     f.momentum = config.momentum;
     f.dampening = config.dampening;
     f.nesterov = config.nesterov;
-    R::adjust(&f, RuleRun{state, lr, ratio, weight_decay});
+    R::adjust(&f, RuleRun{state, lr, lr_factor, ratio, weight_decay});
     return f;
 }
 
@@ -456,8 +455,8 @@ HOSTDEV Values optimizer_gapped(const OptimizerArrays& a, size_t gap)
     return gapped;
 }
 
-/* The constants of the runs that have some of a block's elements, a thread a run: their arithmetic is in double, of
- * which some GPUs do one operation in the time of 64. */
+/* The constants of the runs that have some of a block's elements, a thread a run. What they have in common is made once
+ * a step (StepFactors); of operations in double, of which some GPUs do one in the time of 64, a few are left. */
 template <class R> DEV void run_factors_of_block(typename R::Factors* factors, size_t first, size_t num_elems,
                                                  const OptimizerRuns& runs, const OptimizerConfig& config,
                                                  const double* sums, const StepState* state)

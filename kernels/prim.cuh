@@ -10,6 +10,7 @@
  *   ldmatrix_x4(_trans)          four 8x8 matrices of 16-bit elements, one row address a lane
  *   mma_m16n8k16<T>              d(16,8) += a(16,16) b(16,8), T = __nv_bfloat16 or __half, fp32 accumulators
  *   exp2_fast                    2^x in one instruction, 2 ulp off at most; results below 2^-126 are 0
+ *   mul_rn add_rn                a * b and a + b, which the compiler does not contract into an fma
  * Three builds: nvcc (DEVICE_CUDA); DEVICE_EMU, kernels on the CPU through kernels/emu/emu.h; DEVICE_CPU, which has no
  * kernels and takes HOSTDEV and the runtime's names from here. */
 #pragma once
@@ -58,6 +59,8 @@ template <class T> DEV void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], 
     emu_mma_m16n8k16(d, a, b, emu_is_bf16((const T*)nullptr), file, line);
 }
 DEV float exp2_fast(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
+DEV float mul_rn(float a, float b) { return a * b; }         // compiled with -ffp-contract=off
+DEV float add_rn(float a, float b) { return a + b; }
 
 #else
 
@@ -130,6 +133,8 @@ DEV float exp2_fast(float x)
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+DEV float mul_rn(float a, float b) { return __fmul_rn(a, b); }
+DEV float add_rn(float a, float b) { return __fadd_rn(a, b); }
 
 #endif
 

@@ -131,6 +131,14 @@ struct Spikes {
 /* Steps seen before any can stand out. */
 static constexpr unsigned long long SPIKE_MIN_STEPS = 20;
 
+/* What every element of a step is multiplied by, made once: divisions and roots in double take some GPUs as long as a
+ * block of elements. */
+struct StepFactors {
+    float grad_coef;                                 // grad_scale * clip_coef
+    float rsqrt_correction2;                         // 1 / sqrt(bias_correction2)
+    double adam_lr, lamb_lr;                         // lr / bias_correction1; the same times sqrt(bias_correction2)
+};
+
 /* Lives on the device; the host reads a copy, of a GPU one step late. Part of a checkpoint: counters and loss scale. */
 struct StepState {
     double loss;                                     // mean over the counted tokens; NaN when there were none
@@ -139,6 +147,7 @@ struct StepState {
     double lr;
     double bias_correction1, bias_correction2;
     double grad_scale, clip_coef;                    // the optimizer multiplies gradients by both
+    StepFactors factors;
     double loss_scale, used_loss_scale;              // of the next backward, of this step's
     unsigned long long num_steps;                    // = applied + skipped + steps without a counted token
     unsigned long long num_applied, num_skipped, num_skipped_in_a_row;
@@ -204,6 +213,12 @@ HOSTDEV void spikes_update(StepState* state, const StepConfig& config)
     s->num_seen++;
 }
 
+HOSTDEV StepFactors step_factors(const StepState& s)
+{
+    return {(float)(s.grad_scale * s.clip_coef), (float)(1.0 / sqrt(s.bias_correction2)), s.lr / s.bias_correction1,
+            s.lr * sqrt(s.bias_correction2) / s.bias_correction1};
+}
+
 HOSTDEV void step_state_advance(StepState* state, const double* sums, const StepConfig& config)
 {
     const bool finite_loss = fabs(sums[SUM_LOSSES]) <= DBL_MAX;
@@ -241,6 +256,7 @@ HOSTDEV void step_state_advance(StepState* state, const double* sums, const Step
     const double t = (double)state->num_applied;     // 1 - beta^t, without its cancellation when beta is nearly 1
     state->bias_correction1 = -expm1(t * log(config.beta1));
     state->bias_correction2 = -expm1(t * log(config.beta2));
+    state->factors = step_factors(*state);
 }
 
 #ifndef DEVICE_CPU

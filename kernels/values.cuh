@@ -49,7 +49,6 @@ static Values values_of(float* p) { return Values{p, Dtype::FP32, nullptr}; }
 // ---- one element
 
 HOSTDEV uint32_t float_bits(float x) { return __builtin_bit_cast(uint32_t, x); }
-HOSTDEV double bits_double(uint64_t bits) { return __builtin_bit_cast(double, bits); }
 HOSTDEV float bits_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
 /* The weight of a split float, or of an fp32 master: the bf16 nearest to x, halfway cases away from zero. */

@@ -321,8 +321,9 @@ static void tune_rank_0(Tuner* t, const char* resume_path)
         t->num_fused, t->num_unfused, t->num_against_rule);
     SAY("%.0f us instead of %.0f\n", t->chosen_us, t->rule_us);
     if (t->record != nullptr && t->num_missing > 0)
-        SAY("        %d GEMMs are not as in %s, which is of another GPU, driver, library or shape: other bits than %s "
-            "had\n", t->num_missing, t->record_path, resume_path[0] ? "before" : "the run");
+        SAY("        %d GEMMs are not as in %s, which is of another GPU, driver, library, shape or version of this "
+            "program: other bits than %s had\n", t->num_missing, t->record_path,
+            resume_path[0] ? "before" : "the run");
 }
 
 /* What rank 0 has chosen, to all. */

@@ -208,7 +208,7 @@ for precision in $precisions; do
     done
 done
 row "device, cuBLASLt" 30 test_emu
-for model in gpt llama; do
+for model in gpt llama qwen3; do
     row "losses $model fp32" 20 trains_as_cpu $model fp32 1e-5
     row "losses $model bf16" 20 trains_as_cpu $model bf16 2e-2
     row "losses $model fp16" 20 trains_as_cpu $model fp16 2e-2
@@ -284,6 +284,7 @@ if command -v ncu > /dev/null; then
         row "ncu attention backward $kernel 128" 25 profiled "attention_backward_${kernel}_mma_kernel<.*128" \
             attention_backward
     done
+    row "ncu bias gradient" 25 profiled 'matmul_backward_bias_parts_kernel' matmul_backward_weight
     row "ncu GEMM dW" 25 profiled 'nvjet|gemm|cutlass' matmul_backward_weight
 else
     skip "ncu" "no Nsight Compute here"

@@ -20,7 +20,7 @@ fi
 make -s DEVICE=cpu build/cpu/train_gpt
 
 rm -rf "$pack"
-mkdir -p "$pack"/{bin,lib/usual,openmpi,models/gpt,models/llama,models/llama3-8b-l4,data/{small,gpt2},reference}
+mkdir -p "$pack"/{bin,lib/usual,openmpi,models/{gpt,llama,qwen3,llama3-8b-l4},data/{small,gpt2},reference}
 for program in "${programs[@]}"; do cp "$build/$program" "$pack/bin/"; done
 
 # Open MPI's launcher and plugins, without those of networks and of OpenSHMEM.
@@ -55,6 +55,12 @@ cat > "$pack/models/llama/config.json" << 'END'
 {"model_type": "llama", "vocab_size": 500, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
  "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "tie_word_embeddings": false}
 END
+# Norms of queries and keys, and heads whose size is not that of hidden_size / heads.
+cat > "$pack/models/qwen3/config.json" << 'END'
+{"model_type": "qwen3", "vocab_size": 500, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2,
+ "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 128,
+ "tie_word_embeddings": true}
+END
 cat > "$pack/models/llama3-8b-l4/config.json" << 'END'
 {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4,
  "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0,
@@ -83,7 +89,7 @@ END
 steps=20 T=128
 if [ -n "$dry" ]; then steps=4 T=32; fi
 echo $steps $T > "$pack/size"
-for model in gpt llama; do
+for model in gpt llama qwen3; do
     for precision in fp32 bf16 fp16; do
         OMP_NUM_THREADS=1 build/cpu/train_gpt -m "$pack/models/$model" --from-scratch -d "$pack/data/small" \
             -p $precision -b 2 -t $T -g 2 -n $steps -l 1e-3 --warmup 2 --sample-tokens 0 \

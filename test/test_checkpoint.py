@@ -11,8 +11,8 @@ import time
 
 import init
 import pytest
-from util import (FULL, built_devices, command, environment, gpt2_config, safetensors_header, saved_bytes, shard_write,
-                  train_gpt)
+from util import (FULL, built_devices, command, environment, gpt2_config, in_rank_order, safetensors_header,
+                  saved_bytes, shard_write, train_gpt)
 
 CONFIG = gpt2_config(97, 48, 24, L=2, NH=3)
 NUM_PARAMS = 97 * 48 + 24 * 48 + 2 * (12 * 48 * 48 + 13 * 48) + 2 * 48
@@ -358,11 +358,12 @@ def test_resume_anywhere(tmp_path, device):
     reads by share."""
     chain = [(1, 0), (3, 2), (5, 1), (2, 3), (1, 0), (3, 0)] if device == "cpu" or FULL else [(1, 0), (3, 2), (2, 0)]
     num_steps = 3 * len(chain)
-    whole = train_gpt(*flags(tmp_path, num_steps, "-b", 30), out=tmp_path / "whole", device=device)
+    order = in_rank_order(device)
+    whole = train_gpt(*flags(tmp_path, num_steps, "-b", 30, *order), out=tmp_path / "whole", device=device)
     sizes, out = set(), tmp_path / "run"
     for i, (ranks, stage) in enumerate(chain):
-        run = train_gpt(*flags(tmp_path, 3 * i + 3, "-b", 30 // ranks, "-z", stage, "--resume", "auto"), ranks=ranks,
-                        device=device, out=out)
+        run = train_gpt(*flags(tmp_path, 3 * i + 3, "-b", 30 // ranks, "-z", stage, "--resume", "auto", *order),
+                        ranks=ranks, device=device, out=out)
         sizes.add(tuple((run.checkpoint(3 * i + 3) / f"{name}.safetensors").stat().st_size
                         for name in ("model", "optimizer")))
         read = re.search(r"(\d+) to (\d+) bytes of tensors read by each rank", run.out)
@@ -476,7 +477,8 @@ def test_repeat(tmp_path, device):
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2},
                                   "optimizer": {"type": "SGD", "params": {"momentum": 0.9, "nesterov": False}}}))
-    more = ["--config", config, "--resume", "auto", "--elastic"]         # the last three as supervise.sh gives them
+    # The three after the config as supervise.sh gives them.
+    more = ["--config", config, "--resume", "auto", "--elastic", *in_rank_order(device)]
     whole = train_gpt(*flags(tmp_path, 5, *more), ranks=2, device=device, out=tmp_path / "run")
     losses, folder = whole.series("loss"), whole.folder.rename(tmp_path / "moved")
     record = json.loads((folder / "run.json").read_text())

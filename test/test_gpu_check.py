@@ -1,5 +1,6 @@
 """scripts/gpu_check.sh: each row is a process of its own, a failing one is one red row with its lines, and all others
 still run. Here with programs that only say what the real ones would; --full runs the real ones in the emulator."""
+import itertools
 import os
 import subprocess
 import tarfile
@@ -31,9 +32,9 @@ def pack(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/bash\n{text}\n")
         path.chmod(0o755)
-    for name in ("gpt.fp32", "gpt.bf16", "gpt.fp16", "llama.fp32", "llama.bf16", "llama.fp16"):
+    for name in itertools.product(("gpt", "llama", "qwen3"), ("fp32", "bf16", "fp16")):
         (folder / "reference").mkdir(exist_ok=True)
-        (folder / "reference" / name).write_text("5.6\n" if name == "llama.fp32" else "5.5\n")
+        (folder / "reference" / ".".join(name)).write_text("5.6\n" if name == ("llama", "fp32") else "5.5\n")
     (folder / "models" / "gpt").mkdir(parents=True)
     (folder / "version").write_text("abc\n")
     (folder / "size").write_text("4 32\n")
@@ -57,9 +58,9 @@ def test_rows(tmp_path):
     assert "op bf16 step" in red[1] and "no end within" in red[1]
     assert "losses llama fp32" in red[2] and "1 losses, at most 0.018 off (limit 1e-05)" in rows
     assert "bits gpt, 2 ranks -z 2" in red[3] and "bits gpt, 4 ranks -z 2" in red[4]
-    for name in ("report", "op fp32 rope", "device, cuBLASLt", "losses gpt bf16", "bits gpt resumed",
-                 "bits gpt -r block", "bits llama --offload", "bits gpt dropout", "trace", "collectives, 2 ranks",
-                 "losses gpt bf16, 4 ranks", "bits gpt, 4 ranks -z 3"):
+    for name in ("report", "op fp32 rope", "device, cuBLASLt", "losses gpt bf16", "losses qwen3 bf16",
+                 "bits gpt resumed", "bits gpt -r block", "bits llama --offload", "bits gpt dropout", "trace",
+                 "collectives, 2 ranks", "losses gpt bf16, 4 ranks", "bits gpt, 4 ranks -z 3"):
         assert f"  ok    {name}" in rows, rows
     assert rows.splitlines()[-1].startswith(f"{rows.count('  ok    ')} passed, 5 failed, ")
     with tarfile.open(tmp_path / "logs.tar.gz") as logs:
