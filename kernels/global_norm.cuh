@@ -1,7 +1,8 @@
 /* global_norm.cuh: what one rank knows about all its gradients, and a fingerprint of any state.
  *   global_norm_accumulate: result[0] += sum of grad^2 over finite values    result[1] += number of Inf and NaN
  *   nonfinite_find:         found[i] = part i of the gradients is non-finite; of a step skipped for one only
- *   state_hash_accumulate:  result += sum_i mix(first_idx + i, bits of float i) mod 2^64
+ *   state_hash_accumulate:  result += sum_i mix(index of element i, bits of float i) mod 2^64
+ *                         by the indices in a whole of which the values are some (rectangle.h)
  * shapes  grad (n) FP32 or floatX's; values (n) any Dtype; result 2 double, or 1 uint64;
  *         scratch (global_norm_scratch_elems()) double
  * writes  result +=, so units and slices follow one another; the caller zeroes it once and all-reduces it at the end
@@ -65,8 +66,7 @@ template <class T> static void global_norm_accumulate_cpu(double* result, double
     }
 }
 
-static void state_hash_accumulate_cpu(unsigned long long* result, const Values& values, size_t n,
-                                      unsigned long long first_idx)
+static void state_hash_accumulate_cpu(unsigned long long* result, const Values& values, size_t n, Rectangle place)
 {
     unsigned long long sum = 0;
     #pragma omp parallel for reduction(+:sum)
@@ -74,8 +74,12 @@ static void state_hash_accumulate_cpu(unsigned long long* result, const Values& 
         float buf[VALUES_PIECE];
         const size_t count = n - first < VALUES_PIECE ? n - first : VALUES_PIECE;
         const float* x = values_get(values, first, count, buf);
-        #pragma omp simd reduction(+:sum)
-        for (size_t i = 0; i < count; i++) sum += state_hash_mix(first_idx + first + i, float_bits(x[i]));
+        for (size_t i = 0, in_row; i < count; i += in_row) {
+            const size_t idx = element_index(place, first + i);
+            in_row = elements_in_row(place, first + i, count - i);
+            #pragma omp simd reduction(+:sum)
+            for (size_t k = 0; k < in_row; k++) sum += state_hash_mix(idx + k, float_bits(x[i + k]));
+        }
     }
     *result += sum;
 }
@@ -198,12 +202,12 @@ nonfinite_find_kernel(int* found, const GradPart* parts, const StepState* state)
 
 /* Integer atomics: the order in which blocks arrive does not matter. */
 static __global__ void __launch_bounds__(GLOBAL_NORM_BLOCK)
-state_hash_kernel(unsigned long long* result, Values values, size_t n, unsigned long long first_idx)
+state_hash_kernel(unsigned long long* result, Values values, size_t n, Rectangle place)
 {
     unsigned long long sum = 0;
     const size_t stride = (size_t)gridDim.x * GLOBAL_NORM_BLOCK;
     for (size_t i = (size_t)blockIdx.x * GLOBAL_NORM_BLOCK + threadIdx.x; i < n; i += stride)
-        sum += state_hash_mix(first_idx + i, float_bits(value_load(values, i)));
+        sum += state_hash_mix(element_index(place, i), float_bits(value_load(values, i)));
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) atomicAdd(result, sum);
 }
@@ -252,13 +256,14 @@ static void nonfinite_find(int* found, const GradPart* parts, int num_parts, con
 #endif
 }
 
-static void state_hash_accumulate(unsigned long long* result, const Values& values, size_t n,
-                                  unsigned long long first_idx, cudaStream_t stream)
+/* values (n): the elements of `place`. */
+static void state_hash_accumulate(unsigned long long* result, const Values& values, size_t n, Rectangle place,
+                                  cudaStream_t stream)
 {
     if (n == 0) return;
-    ON_CPU(state_hash_accumulate_cpu(result, values, n, first_idx));
+    ON_CPU(state_hash_accumulate_cpu(result, values, n, place));
 #ifndef DEVICE_CPU
-    LAUNCH(state_hash_kernel, global_norm_grid(n, 4), GLOBAL_NORM_BLOCK, 0, stream, result, values, n, first_idx);
+    LAUNCH(state_hash_kernel, global_norm_grid(n, 4), GLOBAL_NORM_BLOCK, 0, stream, result, values, n, place);
     CUDA_CHECK(cudaGetLastError());
 #endif
 }
@@ -346,11 +351,11 @@ static void nonfinite_find_test(OpRun* run)
 }
 
 /* In two slices, the later one first: the sum must be that of the whole. */
-static void state_hash_two_slices(unsigned long long* result, float* words, size_t n)
+static void state_hash_two_slices(unsigned long long* result, float* words, size_t n, Rectangle place)
 {
     const size_t cut = n / 3;
-    state_hash_accumulate(result, values_of(words + cut), n - cut, 1000 + cut, 0);
-    state_hash_accumulate(result, values_of(words), cut, 1000, 0);
+    state_hash_accumulate(result, values_of(words + cut), n - cut, rectangle_from(place, cut), 0);
+    state_hash_accumulate(result, values_of(words), cut, place, 0);
 }
 
 static void state_hash_test(OpRun* run)
@@ -359,7 +364,7 @@ static void state_hash_test(OpRun* run)
     OpTensor<float> words = op_input<float>(run, "words", n, 0.0, 1.0);
     unsigned long long truth = 5;
     unsigned long long* result = (unsigned long long*)op_bytes(run, "result", OpKind::INOUT, &truth, sizeof truth);
-    OP_RUN(run, 4.0 * n, 0, state_hash_two_slices(result, words.dev, n));
+    OP_RUN(run, 4.0 * n, 0, state_hash_two_slices(result, words.dev, n, rectangle_in_line(1000)));
     const unsigned* h_words = (const unsigned*)op_start_bytes(run, "words");
     for (size_t i = 0; i < n; i++) truth += state_hash_mix(1000 + i, h_words[i]);
     const unsigned long long ours = *(const unsigned long long*)op_result(run, "result");
@@ -369,6 +374,22 @@ static void state_hash_test(OpRun* run)
     swapped += state_hash_mix(1000, h_words[1]) - state_hash_mix(1000, h_words[0]);
     swapped += state_hash_mix(1001, h_words[0]) - state_hash_mix(1001, h_words[1]);
     op_check_value(run, "hash of swapped words", swapped != truth, 1.0, 0.0);
+}
+
+/* Columns of a matrix, in two slices of which the later may begin within a row. */
+static void state_hash_rectangle_test(OpRun* run)
+{
+    const size_t rows = (size_t)run->dims[0], cols = (size_t)run->dims[1], n = rows * cols;
+    const Rectangle place = {1000 + 3, 0, cols, cols + 5};
+    OpTensor<float> words = op_input<float>(run, "words", n, 0.0, 1.0);
+    unsigned long long truth = 5;
+    unsigned long long* result = (unsigned long long*)op_bytes(run, "result", OpKind::INOUT, &truth, sizeof truth);
+    OP_RUN(run, 4.0 * n, 0, state_hash_two_slices(result, words.dev, n, place));
+    const unsigned* h_words = (const unsigned*)op_start_bytes(run, "words");
+    for (size_t row = 0; row < rows; row++)
+        for (size_t col = 0; col < cols; col++)
+            truth += state_hash_mix(1000 + row * (cols + 5) + 3 + col, h_words[row * cols + col]);
+    op_check_value(run, "hash", *(const unsigned long long*)op_result(run, "result") == truth, 1.0, 0.0);
 }
 
 static const OpTest global_norm_tests[] = {
@@ -389,6 +410,8 @@ static const OpTest global_norm_tests[] = {
     {"nonfinite_find", nonfinite_find_test, {300, 0}, OpWhen::ALWAYS},
     {"state_hash", state_hash_test, {1}, OpWhen::ALWAYS},
     {"state_hash", state_hash_test, {10007}, OpWhen::ALWAYS},
+    {"state_hash_rectangle", state_hash_rectangle_test, {37, 19}, OpWhen::ALWAYS},
+    {"state_hash_rectangle", state_hash_rectangle_test, {3, 4097}, OpWhen::ALWAYS},
     {"global_norm", global_norm_test, {124 * 1000 * 1000}, OpWhen::BENCH},
     {"state_hash", state_hash_test, {124 * 1000 * 1000}, OpWhen::BENCH},
 };

@@ -11,10 +11,11 @@
  * shapes  dst src (n) of any Dtype; pieces (R,n)
  * needs   any n
  * exact   each element by itself, pieces from left to right: same bits on every run. Stochastic rounding depends on a
- *         key and on the element's index alone: the same for any number of ranks, stage and layout
+ *         key and on the element's index alone (rectangle.h): the same for any number of ranks, stage and layout
  * cost    the bytes of what is read and written, judged against memory bandwidth
  * source  stochastic rounding: Gupta et al. 2015, arXiv:1502.02551 */
 #pragma once
+#include "rectangle.h"
 #include "vec.cuh"
 
 enum class Dtype { FP32, BF16, FP16, SPLIT };

@@ -16,8 +16,7 @@ static void weights_init(Run* run)
         Range part = tensor_part(t, zero_owned(&run->zero, t->unit));
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < STAGING_ELEMS ? part.count - done : STAGING_ELEMS;
-            tensor_init(staging, t, element_index(tensor_rectangle(t, part.first), done), n,
-                        (uint64_t)run->flags->seed);
+            tensor_init(staging, t, part.first + done, n, (uint64_t)run->flags->seed);
             zero_state_from_host(&run->zero, STATE_WEIGHTS, t->unit, part.first + done, n, staging);
             done += n;
         }

@@ -202,7 +202,8 @@ static void traffic_elementwise(TrafficRun* run)
             global_norm_accumulate(sums, scratch, values_of(grad), 4 * TRAFFIC_NC, nullptr));
     unsigned long long* hash = traffic_tensor<unsigned long long>(run, 1, Reuse::SMALL);
     float* words = traffic_tensor<float>(run, TRAFFIC_NC);
-    TRAFFIC(run, "state_hash", 4 * TRAFFIC_NC, state_hash_accumulate(hash, values_of(words), TRAFFIC_NC, 0, nullptr));
+    TRAFFIC(run, "state_hash", 4 * TRAFFIC_NC,
+            state_hash_accumulate(hash, values_of(words), TRAFFIC_NC, rectangle_in_line(0), nullptr));
 }
 
 static void traffic_classifier(TrafficRun* run)

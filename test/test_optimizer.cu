@@ -4,7 +4,8 @@
  *                                       FOLDER/out.0.bin ... one for each of TP parts
  * All fp32, tensors one after another. Each rank adds a share of its own of every gradient. With TP > 1 unit 1 is as
  * under tensor parallelism: rank t + TP * d has part t of it, which it shares with the ranks that have the same t. Then
- * two tensors form units of their own as tensors stored in fp32 do, one of each group. */
+ * two tensors form units of their own as tensors stored in fp32 do, one of each group.
+ *   test_optimizer layout TP FOLDER FLAGS...   test_layouts.h: parts of tensors, checkpoints between layouts */
 #include "run/run.cuh"
 
 /* Tensors of all kinds: a padded matrix, a unit of hidden ones in both layouts, q k v side by side, vectors, and a last
@@ -17,7 +18,7 @@ static const struct { const char* name; size_t rows, cols, padded_rows; int unit
     {"h.down.weight", 40, 16, 40, 1},
     {"norm.weight", 16, 1, 16, 2},
 };
-enum { NUM_TENSORS = sizeof tensor_rows / sizeof tensor_rows[0], NUM_UNITS = 3 };
+enum { NUM_TENSORS = sizeof tensor_rows / sizeof tensor_rows[0] };
 
 static float* read_floats(const char* folder, const char* name, size_t* count)
 {
@@ -79,7 +80,8 @@ static void spoil_gradient(Zero* z, int u)
     CUDA_CHECK(cudaMemsetAsync(z->unit_grads[u], 0xff, z->shard->units[u].range.count * sizeof(float), z->compute));
 }
 
-static void step(Zero* z, const Run* run, const float* grads, float share, float* scratch)
+/* shares: by group, what this rank adds of each gradient. */
+static void step(Zero* z, const Run* run, const float* grads, const float (&shares)[2], float* scratch)
 {
     for (int u = 0; u < z->shard->num_units; u++) spoil_gradient(z, u);
     zero_step_begin(z);
@@ -87,10 +89,12 @@ static void step(Zero* z, const Run* run, const float* grads, float share, float
     for (int u = z->shard->num_units - 1; u >= 0; u--) {
         if (unit_is_buffered(&z->grad_buckets, u)) spoil_gradient(z, u);
         float* grad = zero_gradient_begin(z, u);
-        for (int t = 0; t < NUM_TENSORS; t++) {
+        for (int t = 0; t < z->shard->num_tensors; t++) {
             const Tensor* tensor = &z->shard->tensors[t];
             if (tensor->unit != u) continue;
-            for (size_t i = 0; i < tensor_elems(tensor); i++) scratch[i] = share * grads[tensor->logical_first + i];
+            const Rectangle place = tensor_logical(tensor, tensor->first);
+            for (size_t i = 0; i < tensor_elems(tensor); i++)
+                scratch[i] = shares[tensor->group] * grads[element_index(place, i)];
             CUDA_CHECK(cudaMemcpyAsync(grad + (tensor->first - z->shard->units[u].range.first), scratch,
                                        tensor_elems(tensor) * sizeof(float), cudaMemcpyHostToDevice, z->compute));
             CUDA_CHECK(cudaStreamSynchronize(z->compute));
@@ -130,78 +134,123 @@ static void save_params(Zero* z, const char* folder, float* scratch, int tp)
     comm_barrier(z->comm);
 }
 
-int main(int argc, char** argv)
-{
-    static Run run_;
-    Run* run = &run_;
+// ---- a run without a model
+
+typedef struct Driver {
+    Run run;
     Flags flags;
-    ENSURE(argc > 2, "usage: test_optimizer TP FOLDER FLAGS...");
-    const int tp = atoi(argv[1]), num_groups = tp > 1 ? 2 : 1;
-    const char* folder = argv[2];
-    flags_parse(&flags, &flag_words_of_rows, argc - 2, argv + 2);
-    rates_refuse(&flags);
-    run->flags = &flags;
+    Group groups[2];                // all ranks, and those that have the same part
+    int tp, num_groups;
+    const char* folder;
+} Driver;
+
+/* words: TP FOLDER FLAGS... */
+static void driver_begin(Driver* d, int num_words, char** words)
+{
+    ENSURE(num_words > 1, "usage: test_optimizer [layout] TP FOLDER FLAGS...");
+    Run* run = &d->run;
+    d->tp = atoi(words[0]);
+    d->num_groups = d->tp > 1 ? 2 : 1;
+    d->folder = words[1];
+    flags_parse(&d->flags, &flag_words_of_rows, num_words - 1, words + 1);
+    rates_refuse(&d->flags);
+    run->flags = &d->flags;
     comm_init(&run->comm, 600);
     device_init(&run->device, run->comm.host_rank, run->comm.host_num_ranks, 0);
-    Group groups[2] = {};           // all ranks, and those that have the same part
-    group_all(&groups[0], &run->comm);
-    group_connect(&groups[0]);
-    if (tp > 1) group_split(&groups[1], &groups[0], run->comm.rank % tp, run->comm.rank / tp, "dp");
-    Shard* shard = &run->model.shard;
-    place_tensors(shard, &flags, groups, num_groups);
-    size_t num_params, num_grads;
-    float* params = read_floats(folder, "params.bin", &num_params);
-    float* grads = read_floats(folder, "grads.bin", &num_grads);
-    ENSURE(num_params == shard->num_params, "params.bin holds %zu, need %zu", num_params, shard->num_params);
-    run->num_steps = num_grads / num_params;
+    group_all(&d->groups[0], &run->comm);
+    group_connect(&d->groups[0]);
+    if (d->tp > 1)
+        group_split(&d->groups[1], &d->groups[0], run->comm.rank % d->tp, run->comm.rank / d->tp, "dp");
+}
+
+/* After the tensors are placed: memory and the state before the first step, with the parameters 0. */
+static void driver_allocate(Driver* d)
+{
+    Run* run = &d->run;
+    const Flags* f = &d->flags;
+    const Shard* shard = &run->model.shard;
+    bool* persistent = (bool*)malloc_checked(shard->num_units * sizeof(bool));
+    int* visits = (int*)malloc_checked(shard->num_units * sizeof(int));
+    for (int u = 0; u < shard->num_units; u++) {
+        persistent[u] = unit_is_fp32(shard, u);
+        visits[u] = u;
+    }
     run->global_batch = run->T = 1;
     run->config = step_config(run);
     matmul_init();
-    bool persistent[NUM_UNITS + 2] = {};
-    for (int u = 0; u < shard->num_fp32_units; u++) persistent[u] = true;
-    const int visits[NUM_UNITS + 2] = {0, 1, 2, 3, 4};
     ZeroConfig config = {};
-    config.stage = (int)flags.zero;
+    config.stage = (int)f->zero;
     config.persistent = persistent;
     config.num_micro_steps = 1;
     config.training = true;
-    config.optimizer = optimizer_find(flags.optimizer);
-    config.overlap = flags.overlap != 0;
-    config.deterministic = flags.deterministic;
+    config.storage = storage_from_flags(f);
+    config.optimizer = optimizer_find(f->optimizer);
+    config.overlap = f->overlap != 0;
+    config.deterministic = f->deterministic;
     config.visits = visits;
     config.num_visits = shard->num_units;
-    Zero* z = &run->zero;
-    zero_plan(z, &run->plan, shard, groups, num_groups, &config);
+    zero_plan(&run->zero, &run->plan, shard, d->groups, d->num_groups, &config);
+    if (f->out[0]) saver_plan(&run->saver, &run->zero, &run->plan);
     plan_add_bytes(&run->plan, "GEMM workspace", Place::DEVICE, matmul_workspace_bytes(), nullptr);
     plan_allocate(&run->plan);
-    zero_start(z);
-    load_params(z, params);
+    zero_start(&run->zero);
     StepState state = step_state_init(run->config, 1);
-    CUDA_CHECK(cudaMemcpy(z->state, &state, sizeof state, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpy(run->zero.state, &state, sizeof state, cudaMemcpyHostToDevice));
+    free(persistent);
+}
+
+static void driver_end(Driver* d)
+{
+    Zero* z = &d->run.zero;
+    free((void*)z->visits);
+    saver_free(&d->run.saver);
+    zero_free(z);
+    zero_optimizer_free(z);
+    buckets_free(&z->grad_buckets);
+    buckets_free(&z->param_buckets);
+    plan_free(&d->run.plan);
+    shard_free(&d->run.model.shard);
+    matmul_free();
+    for (int g = 0; g < d->num_groups; g++) group_free(&d->groups[g]);
+    comm_free(&d->run.comm);
+}
+
+#include "test_layouts.h"
+
+int main(int argc, char** argv)
+{
+    static Driver driver;
+    Driver* d = &driver;
+    if (argc > 1 && strcmp(argv[1], "layout") == 0) return layout_main(d, argc - 2, argv + 2);
+    driver_begin(d, argc - 1, argv + 1);
+    Run* run = &d->run;
+    Zero* z = &run->zero;
+    Shard* shard = &run->model.shard;
+    place_tensors(shard, &d->flags, d->groups, d->num_groups);
+    size_t num_params, num_grads;
+    float* params = read_floats(d->folder, "params.bin", &num_params);
+    float* grads = read_floats(d->folder, "grads.bin", &num_grads);
+    ENSURE(num_params == shard->num_params, "params.bin holds %zu, need %zu", num_params, shard->num_params);
+    run->num_steps = num_grads / num_params;
+    driver_allocate(d);
+    load_params(z, params);
     const int R = run->comm.num_ranks;
+    const float share = 2.0f * (float)(run->comm.rank + 1) / (float)(R * (R + 1)), shares[2] = {share, share};
     float* scratch = (float*)malloc_checked(num_params * sizeof(float));
     size_t asked_bytes = comm_asked_so_far(&run->comm);
     for (size_t i = 0; i < run->num_steps; i++)
-        step(z, run, grads + i * num_params, 2.0f * (float)(run->comm.rank + 1) / (float)(R * (R + 1)), scratch);
+        step(z, run, grads + i * num_params, shares, scratch);
     asked_bytes = comm_asked_so_far(&run->comm) - asked_bytes;
     ENSURE(asked_bytes == run->num_steps * sent_bytes_per_step(run), "rank %d sent %zu bytes, planned %zu a step",
            run->comm.rank, asked_bytes, sent_bytes_per_step(run));
     zero_ensure_replicas(z, run->num_steps);
-    save_params(z, folder, scratch, tp);
+    save_params(z, d->folder, scratch, d->tp);
     size_t state_bytes = 0;
     for (int i = 0; i < run->plan.num_rows; i++)
         if (strcmp(run->plan.rows[i].label, "optimizer states") == 0) state_bytes += run->plan.rows[i].bytes;
     SAY("%zu steps, %zu bytes a step, states %zu elements of %zu\n", run->num_steps, sent_bytes_per_step(run),
         state_bytes / sizeof(float), z->stage > 0 ? shard->slice_elems : shard->num_elems);
-    zero_free(z);
-    zero_optimizer_free(z);
-    buckets_free(&z->grad_buckets);
-    buckets_free(&z->param_buckets);
-    plan_free(&run->plan);
-    shard_free(shard);
     for (float* p : {params, grads, scratch}) free(p);
-    matmul_free();
-    for (int g = 0; g < num_groups; g++) group_free(&groups[g]);
-    comm_free(&run->comm);
+    driver_end(d);
     return 0;
 }

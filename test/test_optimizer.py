@@ -140,26 +140,32 @@ def device(request):
     return request.param
 
 
-def run(folder, device, ranks, *flags, steps=STEPS, tp=1):
-    """The parameters of each of tp parts, or of the only one, and what was printed."""
+def launch(device, ranks, words, wrapper=(), cwd=ROOT):
+    """What test_optimizer prints."""
     program = binary(device).parent / "test_optimizer"
     if not program.exists():
         pytest.skip(f"{program} is not built")
     if device == "cuda" and ranks > num_gpus():
         pytest.skip(f"{ranks} ranks need {ranks} GPUs")
+    command = [*wrapper, str(program), *map(str, words), "--schedule", "constant", "--warmup", "0"]
+    if ranks > 1:
+        command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(ranks), *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd,
+                          env=environment(OMP_NUM_THREADS="1"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run(folder, device, ranks, *flags, steps=STEPS, tp=1):
+    """The parameters of each of tp parts, or of the only one, and what was printed."""
     folder.mkdir(exist_ok=True)
     params, grads = inputs(steps)
     params.tofile(folder / "params.bin")
     grads.tofile(folder / "grads.bin")
-    clip = [] if "--clip" in flags else ["--clip", "0"]
-    command = [str(program), str(tp), str(folder), *map(str, flags), "--schedule", "constant", "--warmup", "0", *clip]
-    if ranks > 1:
-        command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(ranks), *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300,
-                          env=environment(OMP_NUM_THREADS="1"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    clip = [] if "--clip" in flags else ["--clip", 0]
+    said = launch(device, ranks, [tp, folder, *flags, *clip])
     parts = [split(np.fromfile(folder / f"out.{t}.bin", np.float32)) for t in range(tp)]
-    return parts if tp > 1 else parts[0], done.stdout
+    return parts if tp > 1 else parts[0], said
 
 
 def assert_same(ours, truth):
@@ -250,6 +256,61 @@ def test_groups_of_ranks(tmp_path, device, name, ranks, tp, stage, flags):
         truth = [{k: v[t] if k in in_parts else v for k, v in stacked.items()} for t in range(tp)]
     for t in range(tp):
         assert_same(ours[t], truth[t])
+
+
+# ---- parts of tensors: test_layouts.h ----------------------------------------------------------------------------
+LAYOUT_PARAMS = 2693
+WALK = [(4, 2, 1), (1, 1, 0), (4, 4, 3), (3, 1, 2), (8, 4, 0)]       # ranks, tp, stage; two steps each
+
+
+def layout(folder, device, ranks, tp, stage, steps, *flags, **where):
+    """{step: hash of the state}, from the first step on that this run has."""
+    words = ["layout", tp, folder, "-n", steps, "-z", stage, "-l", 0.01, "--clip", 0, *flags]
+    said = launch(device, ranks, words, **where)
+    return {int(step): value for step, value in re.findall(r"^step (\d+) hash (\w+)$", said, re.M)}
+
+
+@pytest.fixture
+def layouts(tmp_path, device):
+    """Runs of one rank without a break are the truth."""
+    rng = np.random.default_rng(3)
+    (0.1 * rng.normal(size=(10, LAYOUT_PARAMS))).astype(np.float32).tofile(tmp_path / "grads.bin")
+    return functools.partial(layout, tmp_path, device)
+
+
+def files_of(folder):
+    """Of a checkpoint all but state.json, which says by how many ranks it was written."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "state.json"}
+
+
+@pytest.mark.parametrize("flags", [[]], ids=["fp32"])
+def test_layouts(tmp_path, layouts, flags):
+    """A checkpoint of one layout resumes in another: initial weights, states after each load and step and files have
+    the bits of a run of one rank, also where states are rounded stochastically."""
+    if flags and not FULL and layouts.args[1] != "cpu":
+        pytest.skip("with --full")
+    truth = layouts(1, 1, 0, 2 * len(WALK), *flags, "-o", tmp_path / "whole")
+    before = []
+    for i, (ranks, tp, stage) in enumerate(WALK):
+        out, steps = tmp_path / f"run{i}", 2 * i + 2
+        assert layouts(ranks, tp, stage, steps, *flags, *before, "-o", out) == {k: truth[k]
+                                                                                for k in range(2 * i, steps + 1)}
+        before = ["--resume", out / f"step_{steps:08d}"]
+    for folder in f"step_{steps:08d}", "export":
+        assert files_of(out / folder) == files_of(tmp_path / "whole" / folder)
+        assert len(files_of(out / folder)) >= 2
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_layouts_without_a_shared_folder(tmp_path, layouts, stage):
+    """Rank 0 writes what the parts of all ranks are, and reads them for all."""
+    truth = layouts(1, 1, 0, 4)
+    apart = ["sh", "-c", 'mkdir -p host$OMPI_COMM_WORLD_RANK; cd host$OMPI_COMM_WORLD_RANK; exec "$@"', "_"]
+    where = {"wrapper": apart, "cwd": tmp_path}
+    hashes = layouts(4, 2, stage, 2, "-o", "run", **where)
+    assert not (tmp_path / "host1" / "run").exists()
+    hashes |= layouts(8, 4, stage, 4, "--resume", "run/step_00000002", **where)
+    assert hashes == truth
 
 
 def test_against_torch(tmp_path):

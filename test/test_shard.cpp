@@ -2,7 +2,9 @@
  * of different sizes; and which collective the watchdog takes for the oldest. No GPU, no MPI.
  * For random tables of tensors: the slices of a unit tile it; the parts of a tensor in the slices tile the tensor, in
  * order; packed slices of different units do not overlap and fill slice_elems; logical_first depends neither on R, on
- * groups, nor on which tensors are stored in fp32; those are in units before all others, one for each group. */
+ * groups, nor on which tensors are stored in fp32; those are in units before all others, one for each group.
+ * Then for random tables of which some tensors are cut by rows or columns among tp of the ranks: the slices of all
+ * ranks have each element of the files once, and an element's index is that of its row and column in the whole. */
 #include "zero/shard.h"
 #include "zero/watchdog.h"
 
@@ -10,8 +12,7 @@ static int num_wrong;   // of the number of ranks being tried
 
 static void check(bool ok, const char* what, int R)
 {
-    if (ok) return;
-    num_wrong++;
+    if (ok || num_wrong++ > 9) return;
     printf("FAILED %s, R = %d\n", what, R);
 }
 
@@ -115,6 +116,102 @@ static void check_shard(const Shard* s, const int* group_ranks, int num_groups)
     check(params == s->num_params, "num_params counts what the files hold", R);
 }
 
+enum class Cut { NONE, ROWS, COLUMNS, PADDED_ROWS };   // the last as a vocabulary: the last parts have fewer, or none
+enum { MAX_TENSORS = 20 };
+
+/* Whole tensors, and how each is cut. */
+static int random_wholes(Tensor* tensors, Cut* cuts, int tp)
+{
+    const int num_tensors = 1 + (int)random_below(MAX_TENSORS);
+    for (int i = 0, unit = 0; i < num_tensors; i++) {
+        Tensor* t = &tensors[i];
+        *t = Tensor{};
+        cuts[i] = (Cut)random_below(4);
+        t->group = cuts[i] != Cut::NONE;
+        unit += i > 0 && (t->group != t[-1].group || random_below(3) == 0);
+        t->unit = unit;
+        snprintf(t->name, sizeof t->name, "t%d", i);
+        t->num_dims = cuts[i] == Cut::COLUMNS ? 2 : 1 + (int)random_below(2);
+        t->num_fused = cuts[i] != Cut::PADDED_ROWS && random_below(3) == 0 ? 3 : 1;
+        const size_t rows_step = (t->num_dims == 1 ? t->num_fused : 1) * (cuts[i] == Cut::ROWS ? tp : 1);
+        const size_t cols_step = t->num_fused * (cuts[i] == Cut::COLUMNS ? tp : 1);
+        t->file_rows = t->shape[0] = (1 + random_below(9)) * rows_step;
+        t->file_cols = t->shape[1] = t->num_dims == 1 ? 1 : (1 + random_below(7)) * cols_step;
+        t->padded_rows = t->shape[0] + random_below(4);
+        t->fp32 = random_below(4) == 0;
+        t->joined = i > 0 && t->fp32 == t[-1].fp32 && t[-1].unit == unit && random_below(3) == 0;
+    }
+    return num_tensors;
+}
+
+static void cut_tensor(Tensor* t, Cut cut, size_t part, size_t num_parts)
+{
+    const size_t rows = (t->file_rows + num_parts - 1) / num_parts + 1;
+    switch (cut) {
+    case Cut::NONE: break;
+    case Cut::ROWS: tensor_cut(t, 0, part, num_parts); break;
+    case Cut::COLUMNS: tensor_cut(t, 1, part, num_parts); break;
+    case Cut::PADDED_ROWS:
+        t->padded_rows = rows;
+        t->file_first_row = part * rows;
+        t->shape[0] = part * rows >= t->file_rows ? 0
+                      : t->file_rows - part * rows < rows ? t->file_rows - part * rows : rows;
+        break;
+    }
+}
+
+/* Of element (row, col) of the part, by what a part is. */
+static size_t index_in_whole(const Tensor* t, size_t row, size_t col)
+{
+    const size_t rows = t->shape[0], cols = t->shape[1], n = t->num_fused;
+    if (t->num_dims == 1) return row / (rows / n) * (t->file_rows / n) + t->file_first_row + row % (rows / n);
+    const size_t file_col = col / (cols / n) * (t->file_cols / n) + t->file_first_col + col % (cols / n);
+    return (t->file_first_row + row) * t->file_cols + file_col;
+}
+
+/* Counts at their place among all parameters the elements that rank t + tp * d owns. */
+static void count_elements(const Shard* s, const int* group_ranks, int rank, int tp, unsigned char* counts)
+{
+    for (int k = 0; k < s->num_tensors; k++) {
+        const Tensor* t = &s->tensors[k];
+        const Range part = tensor_part(t, shard_slice(s, t->unit, t->group == 0 ? rank : rank / tp));
+        const Rectangle place = tensor_logical(t, part.first);
+        for (size_t i = 0, n; i < part.count; i += n) {
+            n = elements_in_row(place, i, part.count - i);
+            check(n > 0 && n <= part.count - i, "elements in a row", group_ranks[0]);
+            for (size_t e = i; e < i + n; e++) {
+                const size_t own = part.first + e - t->first, idx = element_index(place, i) + (e - i);
+                check(idx == element_index(place, e), "elements in a row follow one another", group_ranks[0]);
+                check(idx == t->logical_first + index_in_whole(t, own / t->shape[1], own % t->shape[1]),
+                      "an element's index is that of its row and column", group_ranks[0]);
+                if (idx < s->num_params) counts[idx]++;
+            }
+        }
+    }
+}
+
+static void check_rectangles(int tp, int dp)
+{
+    Tensor wholes[MAX_TENSORS];
+    Cut cuts[MAX_TENSORS];
+    const int group_ranks[2] = {tp * dp, dp}, num_tensors = random_wholes(wholes, cuts, tp);
+    unsigned char* counts = nullptr;
+    size_t num_params = 0;
+    for (int t = 0; t < tp; t++) {
+        Tensor* tensors = (Tensor*)malloc_checked(sizeof wholes);
+        memcpy(tensors, wholes, sizeof wholes);
+        for (int i = 0; i < num_tensors; i++) cut_tensor(&tensors[i], cuts[i], t, tp);
+        Shard s;
+        shard_build(&s, tensors, num_tensors, group_ranks, 2);
+        if (t == 0) counts = (unsigned char*)calloc(num_params = s.num_params, 1);
+        check(s.num_params == num_params, "all ranks know how many parameters there are", tp * dp);
+        for (int d = 0; d < dp; d++) count_elements(&s, group_ranks, t + tp * d, tp, counts);
+        shard_free(&s);
+    }
+    for (size_t i = 0; i < num_params; i++) check(counts[i] == 1, "each element has one owner", tp * dp);
+    free(counts);
+}
+
 /* Four collectives on two streams, then as many as the watchdog remembers and more: the oldest whose stream has not
  * come past it. */
 static bool watch_finds_the_oldest(void)
@@ -157,6 +254,8 @@ int main(void)
             check_shard(&s, group_ranks, num_groups);
             shard_free(&s);
         }
+        for (int tp = 1; tp <= R; tp++)
+            if (R % tp == 0) check_rectangles(tp, R / tp);
         if (num_wrong == 0) num_passed++;
         else num_failed++;
     }

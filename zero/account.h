@@ -82,12 +82,10 @@ static unsigned long long zero_state_hash(Zero* z)
              t++) {
             Range part = tensor_part(&shard->tensors[t], slice);
             if (part.count == 0) continue;
-            size_t logical = shard->tensors[t].logical_first +
-                             element_index(tensor_rectangle(&shard->tensors[t], part.first), 0);
-            for (int state = 0; state < NUM_STATES; state++)
+            Rectangle place = tensor_logical(&shard->tensors[t], part.first);
+            for (int state = 0; state < NUM_STATES; state++, place.first += shard->num_params)
                 if (state_is_kept(z, state, &shard->tensors[t]))
-                    state_hash_accumulate(z->hash, zero_state(z, state, u, part.first), part.count,
-                                          state * shard->num_params + logical, z->compute);
+                    state_hash_accumulate(z->hash, zero_state(z, state, u, part.first), part.count, place, z->compute);
         }
     }
     comm_all_reduce(z->all, z->hash, 1, ncclUint64, z->compute);
@@ -105,12 +103,13 @@ static unsigned long long zero_replica_hash(Zero* z, const Group* group)
         if (!unit_is_buffered(&z->param_buckets, u))
             state_hash_accumulate(z->hash, unit_is_fp32(shard, u) ? values_of(z->fp32_params + range.first)
                                                                   : Values{z->unit_params[u], FLOATX_DTYPE, nullptr},
-                                  range.count, range.first, z->compute);
+                                  range.count, rectangle_in_line(range.first), z->compute);
         if (zero_slices_states(z)) continue;
         for (int k = 0; k < MAX_STATES; k++)
             if (z->states[k] != nullptr)
                 state_hash_accumulate(z->hash, zero_unit_state(z, k, u), zero_state_elems(z, k, u),
-                                      (STATE_FIRST + k) * shard->num_elems + range.first, z->compute);
+                                      rectangle_in_line((STATE_FIRST + k) * shard->num_elems + range.first),
+                                      z->compute);
     }
     return hash_end(z);
 }

@@ -4,10 +4,11 @@
  *                     optimizer.safetensors  NAME.m, NAME.v ... for each tensor, fp32: the optimizer's states
  *                     state.json             step, data position, counters, settings (RunState), and checksums
  *                     tokenizer.json ...     the other small files of the model's folder (data/model_files.h)
- * Any rank count and stage resumes any other: each rank reads its slice, and at stage 0 receives the other slices from
- * the ranks that read them. save.h writes checkpoints while training continues. A folder named exactly step_N is
- * complete; if its state.json is missing it is damaged. Damaged is what has a wrong checksum, size or syntax, or lacks
- * a file. What cannot be read now is not (error.h): it ends the run, and nothing is renamed.
+ * Any rank count, stage and layout of ranks resumes any other: each rank reads its slice of its part of each tensor,
+ * and at stage 0 receives the other slices from the ranks that read them. save.h writes checkpoints while training
+ * continues. A folder named exactly step_N is complete; if its state.json is missing it is damaged. Damaged is what has
+ * a wrong checksum, size or syntax, or lacks a file. What cannot be read now is not (error.h): it ends the run, and
+ * nothing is renamed.
  *
  * Checksums, in state.json, each 16 hex digits:
  *   "tensors"  of every tensor of both files: tensor_sum (weights.h), the same for any number of ranks
@@ -356,8 +357,8 @@ static void load_optimizer(CheckpointLoad* l)
             const SafeTensor* st = l->reads ? safetensors_get(files, name) : nullptr;
             if (l->reads) ensure_shape(files, st, t);
             watch_move(z->comm->watch, "reading a tensor", tensor_elems(t));
-            state_read(z, state, t, files, st, l->shared,
-                       &l->sums[state * s->num_tensors + t->whole]);
+            const StateRead read = {z, state, t, files, st, &l->sums[state * s->num_tensors + t->whole]};
+            state_read(&read, l->shared);
         }
     }
     if (!l->reads) return;

@@ -6,7 +6,8 @@
  *   z          mix(key + (i + 1) * 0x9E3779B97F4A7C15)
  *   u1, u2     ((z >> 32) + 1) / 2^32,  (z & 0xffffffff) / 2^32
  *   element    std * sqrt(-2 ln u1) * cos(2 pi u2), in double, rounded to fp32   (Box & Muller 1958)
- * i counts row-major in the shape of the HF file; the name is the HF name, `transformer.` included. */
+ * i counts row-major in the shape of the HF file, however the tensor is cut; the name is the HF name, `transformer.`
+ * included. */
 #pragma once
 #include "shard.h"
 #include "kernels/common.cuh"
@@ -17,14 +18,15 @@ static inline uint64_t fnv1a64(const void* data, size_t size_bytes, uint64_t has
     return hash;
 }
 
-/* out (count) = elements first, first + 1, ... of tensor t; counted in the whole tensor if t is a piece. */
-static void tensor_init(float* out, const Tensor* t, size_t first, size_t count, uint64_t seed)
+/* out (count) = elements of tensor t, from `flat` of the flat space on. */
+static void tensor_init(float* out, const Tensor* t, size_t flat, size_t count, uint64_t seed)
 {
-    uint64_t key = fnv1a64(t->name, strlen(t->name)) ^ mix64(seed + GOLDEN_GAMMA);
+    const uint64_t key = fnv1a64(t->name, strlen(t->name)) ^ mix64(seed + GOLDEN_GAMMA);
+    const Rectangle place = tensor_rectangle(t, flat);
     #pragma omp parallel for schedule(static)
     for (size_t k = 0; k < count; k++) {
         if (t->init_std == 0) { out[k] = (float)t->init_value; continue; }
-        uint64_t z = mix64(key + (first + k + 1) * GOLDEN_GAMMA);
+        uint64_t z = mix64(key + (element_index(place, k) + 1) * GOLDEN_GAMMA);
         double u1 = ((double)(z >> 32) + 1) / 4294967296.0, u2 = (double)(z & 0xffffffffu) / 4294967296.0;
         out[k] = (float)(t->init_std * sqrt(-2 * log(u1)) * cos(2 * M_PI * u2));
     }

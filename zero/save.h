@@ -123,74 +123,147 @@ static void save_create(Saver* s)
     safetensors_create_files(s->optimizer);
 }
 
+/* Elements of one state of one tensor, as they go to its file, or before that to rank 0. */
 typedef struct SaveChunk {
-    const SafeTensors* files;
-    const SafeTensor* tensor;
-    size_t first, count;            // elements of the tensor
-    float* data;
+    int index;                      // state * num_tensors + tensor
+    size_t count;                   // 0: there are no more
+    Rectangle place;                // in the whole tensor
 } SaveChunk;
 
-static void chunk_write(void* arg)
+/* A chunk and room for its elements, still in the cache when they are written. After the first that cannot be written
+ * the others are still sent, so that no rank hangs, and left. */
+typedef struct SaveRoom {
+    Saver* saver;
+    bool failed;
+    char why[1024];
+    SaveChunk chunk;
+    const SafeTensors* files;
+    const SafeTensor* tensor;
+    char* room;                     // (SAVE_ROOM_BYTES)
+    float* data;                    // in it, at the same place in a page as in the file, for direct I/O of whole pages
+} SaveRoom;
+static const size_t SAVE_ROOM_BYTES = 1 << 20;
+
+static SaveRoom save_room(Saver* s)
 {
-    const SaveChunk* k = (const SaveChunk*)arg;
-    safetensors_write_f32(k->files, k->tensor, k->first, k->count, k->data);
+    SaveRoom r = {};
+    r.saver = s;
+    r.room = (char*)aligned_alloc(SAFE_DIRECT_BYTES, SAVE_ROOM_BYTES);
+    ENSURE(r.room != nullptr, "out of host memory: %zu bytes asked for", SAVE_ROOM_BYTES);
+    return r;
 }
 
-/* Writes the slices of rank `owner`, chunk by chunk. The owner writes them itself; if not all ranks see the folder, it
- * sends them and rank 0, which then calls this too, writes. On an error: false, the reason in `why`; the rest is still
- * sent, so that no rank hangs. */
-static bool save_slices(Saver* s, int owner, char (&why)[1024])
+/* Finds where the chunk goes. Returns how many elements there is room for. */
+static size_t chunk_locate(SaveRoom* r)
 {
-    const size_t room_bytes = 1 << 20;    // still in the cache when it is written
-    const Shard* shard = s->zero->shard;
-    const Comm* c = s->zero->comm;
-    const bool own = c->rank == owner, writes = c->rank == 0 || !s->gathers;
-    bool well = true;
-    char* room = (char*)aligned_alloc(SAFE_DIRECT_BYTES, room_bytes);
-    ENSURE(room != nullptr, "out of host memory: %zu bytes asked for", room_bytes);
+    const Zero* z = r->saver->zero;
+    const int state = r->chunk.index / z->shard->num_tensors;
     char name[STATE_NAME_BYTES];
-    for (int i = 0; i < NUM_STATES * shard->num_tensors; i++) {
-        int state = i / shard->num_tensors;
-        int t_idx = i % shard->num_tensors;
-        uint64_t* sums = s->sums + state * shard->num_tensors;
-        const Tensor* t = &shard->tensors[t_idx];
-        if (!state_is_kept(s->zero, state, t)) continue;
-        Range part = tensor_part(t, shard_slice(shard, t->unit, group_rank_of(unit_group(s->zero, t->unit), owner)));
-        const Values values = own ? state_saved(s, state, t, part) : Values{};
-        state_name(name, s->zero, t, state);
-        SaveChunk k = {state == STATE_WEIGHTS ? s->weights : s->optimizer, nullptr, 0, 0, nullptr};
-        k.tensor = safetensors_get(k.files, name);
-        if (s->gathers) watch_move(c->watch, "a save, where rank 0 writes for all", part.count);
-        for (size_t done = 0; done < part.count; done += k.count) {
-            k.first = element_index(tensor_rectangle(t, part.first), done);
-            size_t lead = (k.tensor->offset + k.first * sizeof(float)) % SAFE_DIRECT_BYTES;
-            size_t fits = (room_bytes - lead) / sizeof(float);
-            k.count = part.count - done < fits ? part.count - done : fits;
-            k.data = (float*)(room + lead);                // aligned as in the file, for direct I/O of whole pages
-            if (!own) comm_receive_host(c, k.data, k.count * sizeof(float), owner);
-            else if (values.dtype == Dtype::FP32) memcpy(k.data, (float*)values.at + done, k.count * sizeof(float));
-            else for (size_t e = 0; e < k.count; e++) k.data[e] = value_load(values, done + e);
-            if (own) sums[t->whole] += tensor_sum(k.data, k.first, k.count);
-            if (!writes) comm_send_host(c, k.data, k.count * sizeof(float), 0);
-            else if (well) well = attempt(chunk_write, &k, why) == Outcome::WELL;
+    state_name(name, z, &z->shard->tensors[r->chunk.index % z->shard->num_tensors], state);
+    r->files = state == STATE_WEIGHTS ? r->saver->weights : r->saver->optimizer;
+    r->tensor = safetensors_get(r->files, name);
+    const size_t offset = r->tensor->offset + element_index(r->chunk.place, 0) * sizeof(float);
+    r->data = (float*)(r->room + offset % SAFE_DIRECT_BYTES);
+    return (SAVE_ROOM_BYTES - offset % SAFE_DIRECT_BYTES) / sizeof(float);
+}
+
+static void chunk_write_now(void* arg)
+{
+    const SaveRoom* r = (const SaveRoom*)arg;
+    for (size_t done = 0, n; done < r->chunk.count; done += n) {
+        n = elements_in_row(r->chunk.place, done, r->chunk.count - done);
+        safetensors_write_f32(r->files, r->tensor, element_index(r->chunk.place, done), n, r->data + done);
+    }
+}
+
+static void chunk_write(SaveRoom* r)
+{
+    if (!r->failed) r->failed = attempt(chunk_write_now, r, r->why) != Outcome::WELL;
+}
+
+/* Adds the checksum of the chunk. */
+static void chunk_sum(SaveRoom* r)
+{
+    const Shard* shard = r->saver->zero->shard;
+    const int t = r->chunk.index % shard->num_tensors;
+    uint64_t* sum = &r->saver->sums[r->chunk.index - t + shard->tensors[t].whole];
+    for (size_t done = 0, n; done < r->chunk.count; done += n) {
+        n = elements_in_row(r->chunk.place, done, r->chunk.count - done);
+        *sum += tensor_sum(r->data + done, element_index(r->chunk.place, done), n);
+    }
+}
+
+/* Writes this rank's `part` of the tensor and state of the chunk, or, if not all ranks see the folder, sends it to rank
+ * 0. */
+static void save_part(SaveRoom* r, Range part)
+{
+    const Saver* s = r->saver;
+    const Comm* c = s->zero->comm;
+    const int num_tensors = s->zero->shard->num_tensors;
+    const Tensor* t = &s->zero->shard->tensors[r->chunk.index % num_tensors];
+    const Values values = state_saved(s, r->chunk.index / num_tensors, t, part);
+    for (size_t done = 0; done < part.count; done += r->chunk.count) {
+        r->chunk.place = tensor_rectangle(t, part.first + done);
+        const size_t fits = chunk_locate(r);
+        r->chunk.count = part.count - done < fits ? part.count - done : fits;
+        const size_t n = r->chunk.count;
+        if (values.dtype == Dtype::FP32) memcpy(r->data, (float*)values.at + done, n * sizeof(float));
+        else for (size_t e = 0; e < n; e++) r->data[e] = value_load(values, done + e);
+        chunk_sum(r);
+        if (s->gathers && c->rank != 0) {
+            comm_send_host(c, &r->chunk, sizeof r->chunk, 0);
+            comm_send_host(c, r->data, n * sizeof(float), 0);
+        } else {
+            chunk_write(r);
         }
     }
-    free(room);
-    return well;
+}
+
+/* The same for all that this rank owns. */
+static void save_slices(SaveRoom* r)
+{
+    const Zero* z = r->saver->zero;
+    const Shard* shard = z->shard;
+    for (int i = 0; i < NUM_STATES * shard->num_tensors; i++) {
+        const Tensor* t = &shard->tensors[i % shard->num_tensors];
+        const Range part = tensor_part(t, unit_slice(z, t->unit));
+        if (!state_is_kept(z, i / shard->num_tensors, t)) continue;
+        if (r->saver->gathers) watch_move(z->comm->watch, "a save, where rank 0 writes for all", part.count);
+        r->chunk = SaveChunk{i, 0, {}};
+        if (part.count > 0) save_part(r, part);
+    }
+}
+
+/* Writes what rank `owner` sends. */
+static void save_received(SaveRoom* r, int owner)
+{
+    const Comm* c = r->saver->zero->comm;
+    for (;;) {
+        comm_receive_host(c, &r->chunk, sizeof r->chunk, owner);
+        if (r->chunk.count == 0) return;
+        chunk_locate(r);
+        watch_move(c->watch, "a save, where rank 0 writes for all", r->chunk.count);
+        comm_receive_host(c, r->data, r->chunk.count * sizeof(float), owner);
+        chunk_write(r);
+    }
 }
 
 static void save_write(Saver* s)
 {
     const Comm* c = s->zero->comm;
-    char why[1024];
-    bool well = true, sees = c->rank == 0 || !s->gathers;
+    const bool sees = c->rank == 0 || !s->gathers;
     if (sees && c->rank != 0) {
         safetensors_open_files(s->weights);
         safetensors_open_files(s->optimizer);
     }
-    for (int owner = 0; owner < c->num_ranks; owner++)
-        if (owner == c->rank || (s->gathers && c->rank == 0)) well = save_slices(s, owner, why) && well;
-    ENSURE(well, "%s", why);
+    SaveRoom r = save_room(s);
+    save_slices(&r);
+    r.chunk.count = 0;
+    if (!sees) comm_send_host(c, &r.chunk, sizeof r.chunk, 0);
+    for (int owner = 1; s->gathers && c->rank == 0 && owner < c->num_ranks; owner++)
+        save_received(&r, owner);
+    free(r.room);
+    ENSURE(!r.failed, "%s", r.why);
     if (!sees) return;
     safetensors_sync(s->weights);
     safetensors_sync(s->optimizer);

@@ -109,6 +109,14 @@ static inline Rectangle tensor_rectangle(const Tensor* t, size_t flat)
     return rectangle_from(in_line ? rectangle_in_line(first) : Rectangle{first, 0, cols, stride}, flat - t->first);
 }
 
+/* The same among all parameters, as in the files. */
+static inline Rectangle tensor_logical(const Tensor* t, size_t flat)
+{
+    Rectangle place = tensor_rectangle(t, flat);
+    place.first += t->logical_first;
+    return place;
+}
+
 /* Moves tensors stored in fp32 to the front, those of each group into a unit of their own; otherwise in order. Returns
  * the number of these units. */
 static int tensors_part_fp32(Tensor* tensors, int num_tensors, int num_groups)

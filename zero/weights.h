@@ -1,5 +1,6 @@
-/* weights.h: reads and writes the weights of a model as a Hugging Face folder. Each rank reads and writes its slice,
- * piece by piece through one staging buffer: no tensor is ever whole in host memory. The files are those of
+/* weights.h: reads and writes the weights of a model as a Hugging Face folder. Each rank reads and writes its slice of
+ * its part of each tensor, row by row where that has some of the columns, through one staging buffer: no tensor is ever
+ * whole in host memory. The files are those of
  * safetensors.h, single or sharded, F32, F16 or BF16; written weights are rounded from the fp32 master if there is one.
  * Whether q, k and v are one tensor or three is in the model's table: joined tensors are stored as one matrix. A folder
  * that not all ranks see is read by rank 0, which sends it to the others. Not handled: an export to such a folder. */
@@ -183,8 +184,8 @@ static void nonfinite_add(NonFinite* n, NonFinite other)
     n->value = other.value;
 }
 
-/* Of elements first, first + 1, ... of tensor t. */
-static NonFinite nonfinite_in(const Shard* s, const Tensor* t, const float* values, size_t first, size_t count)
+/* Of elements first, first + 1, ... of the whole tensor that t is a part of. */
+static NonFinite nonfinite_in(const Tensor* t, const float* values, size_t first, size_t count)
 {
     const unsigned least = nonfinite_bits(t);
     unsigned num = 0;
@@ -220,13 +221,66 @@ static void nonfinite_refuse(const Zero* z, const char* folder)
         narrows ? "take -p bf16 or fp32" : "take an earlier checkpoint, or fetch the file again");
 }
 
-/* Reads a state of tensor t. Each rank reads its slice; if the files are not shared, rank 0 reads for all. If states
- * are not sliced, each slice is read by one rank and broadcast to its group, so that each byte is read once. Adds
- * tensor_sum of what this rank has read to *sum, unless it is null. files and st may be null on a rank that does not
- * read. */
-static void state_read(Zero* z, int state, const Tensor* t, const SafeTensors* files, const SafeTensor* st,
-                       bool shared, uint64_t* sum)
+/* A state of a tensor while it is read. files and st are null on a rank that does not see them; sum may be null. */
+typedef struct StateRead {
+    Zero* zero;
+    int state;
+    const Tensor* tensor;
+    const SafeTensors* files;
+    const SafeTensor* st;
+    uint64_t* sum;
+} StateRead;
+
+/* Some of its elements, by their place in the whole; none: nothing more is asked for. */
+typedef struct ReadRequest { Rectangle place; size_t count; } ReadRequest;
+
+/* Elements of the whole tensor from the files to the staging buffer. */
+static void elements_read(const StateRead* r, ReadRequest want)
 {
+    float* to = r->zero->staging;
+    for (size_t done = 0, n; done < want.count; done += n, to += n) {
+        const size_t first = element_index(want.place, done);
+        n = elements_in_row(want.place, done, want.count - done);
+        safetensors_read_f32(r->files, r->st, first, n, to);
+        if (r->sum != nullptr) *r->sum += tensor_sum(to, first, n);
+        if (r->state == STATE_WEIGHTS)
+            nonfinite_add(&r->zero->nonfinite, nonfinite_in(r->tensor, to, first, n));
+    }
+}
+
+/* The same, from rank 0 if this rank does not see the files. */
+static void elements_get(const StateRead* r, ReadRequest want)
+{
+    const Comm* c = r->zero->comm;
+    if (r->files != nullptr) return elements_read(r, want);
+    comm_send_host(c, &want, sizeof want, 0);
+    if (want.count > 0) comm_receive_host(c, r->zero->staging, want.count * sizeof(float), 0);
+}
+
+/* If only rank 0 sees the files: it answers the first ranks of the other groups, which have other parts of the
+ * tensor. */
+static void elements_serve(const StateRead* r)
+{
+    const Comm* c = r->zero->comm;
+    const Group* group = unit_group(r->zero, r->tensor->unit);
+    if (c->rank != 0 && group->rank == 0) elements_get(r, ReadRequest{});
+    for (int from = 1; c->rank == 0 && from < c->num_ranks; from++) {
+        if (group_rank_of(group, from) != 0) continue;
+        for (ReadRequest want = {}; ; comm_send_host(c, r->zero->staging, want.count * sizeof(float), from)) {
+            comm_receive_host(c, &want, sizeof want, from);
+            if (want.count == 0) break;
+            elements_read(r, want);
+        }
+    }
+}
+
+/* Reads this rank's part of a state. Each rank reads its slice; if the files are not shared, rank 0 reads for all. If
+ * states are not sliced, each slice is read by one rank and broadcast to its group, so that each byte is read once.
+ * Adds tensor_sum of what this rank has read to *sum. */
+static void state_read(const StateRead* r, bool shared)
+{
+    Zero* z = r->zero;
+    const Tensor* t = r->tensor;
     const Group* group = unit_group(z, t->unit);
     const bool sliced = zero_slices_states(z), sends = !sliced || !shared;
     for (int owner = 0; owner < group->num_ranks; owner++) {
@@ -235,18 +289,13 @@ static void state_read(Zero* z, int state, const Tensor* t, const SafeTensors* f
         Range part = tensor_part(t, shard_slice(z->shard, t->unit, owner));
         for (size_t done = 0, n; done < part.count; done += n) {
             n = part.count - done < STAGING_ELEMS ? part.count - done : STAGING_ELEMS;
-            size_t first = element_index(tensor_rectangle(t, part.first), done);
-            if (reader == group->rank) {
-                safetensors_read_f32(files, st, first, n, z->staging);
-                if (sum != nullptr) *sum += tensor_sum(z->staging, first, n);
-                if (state == STATE_WEIGHTS)
-                    nonfinite_add(&z->nonfinite, nonfinite_in(z->shard, t, z->staging, first, n));
-            }
+            if (reader == group->rank) elements_get(r, ReadRequest{tensor_rectangle(t, part.first + done), n});
             if (sends) group_broadcast_host(group, z->staging, n * sizeof(float), reader);
             if (!sliced || owner == group->rank)
-                zero_state_from_host(z, state, t->unit, part.first + done, n, z->staging);
+                zero_state_from_host(z, r->state, t->unit, part.first + done, n, z->staging);
         }
     }
+    if (!shared) elements_serve(r);
 }
 
 /* Reads the weights that this rank updates from the folder's model.safetensors, without gathering units; if the folder
@@ -264,8 +313,8 @@ static size_t weights_read(Zero* z, const char* folder, bool tied, bool shared, 
         ENSURE(st != nullptr || !reads, "%s: has no tensor %s, which config.json needs", folder, t->name);
         if (reads) ensure_shape(files, st, t);
         watch_move(z->comm->watch, "reading a tensor", tensor_elems(t));
-        state_read(z, STATE_WEIGHTS, t, files, st, shared,
-                   sums != nullptr ? &sums[t->whole] : nullptr);
+        const StateRead read = {z, STATE_WEIGHTS, t, files, st, sums != nullptr ? &sums[t->whole] : nullptr};
+        state_read(&read, shared);
     }
     if (!reads) return 0;
     for (size_t i = 0; i < files->num_tensors; i++) {
@@ -325,7 +374,11 @@ static void weights_visit_slices(Zero* z, const SafeTensors* files, const char* 
         for (size_t done = 0; done < part.count; ) {
             size_t n = part.count - done < STAGING_ELEMS ? part.count - done : STAGING_ELEMS;
             zero_state_to_host(z, STATE_WEIGHTS, t->unit, part.first + done, n, z->staging);
-            use(files, st, element_index(tensor_rectangle(t, part.first), done), n, z->staging);
+            const Rectangle place = tensor_rectangle(t, part.first + done);
+            for (size_t i = 0, in_row; i < n; i += in_row) {
+                in_row = elements_in_row(place, i, n - i);
+                use(files, st, element_index(place, i), in_row, z->staging + i);
+            }
             done += n;
         }
     }
