@@ -73,6 +73,9 @@ static const bool has_algorithms = true;
     R((FLAG_min_lr), \
       f->min_lr > f->lr, \
       "--min-lr %g is above the peak --lr %g: lower it", f->min_lr, f->lr) \
+    R((FLAG_warmup_min_lr), \
+      f->warmup_min_lr > f->lr, \
+      "--warmup-min-lr %g is above the peak --lr %g: lower it", f->warmup_min_lr, f->lr) \
     R((FLAG_spike_skip), \
       f->spike_skip && f->spike_deviations == 0, \
       "--spike-skip with --spike-deviations 0: no step is a spike; leave one of them out") \

@@ -25,7 +25,7 @@
 #include "flag_aliases.h"
 
 /* Choices, "a|b|c", from tables of kernels/, which this folder does not include: the parser's caller passes them. */
-typedef struct FlagWords { const char *optimizers, *schedules; } FlagWords;
+typedef struct FlagWords { const char *optimizers, *schedules, *schedules_of_deepspeed; } FlagWords;
 
 /* Attributes of a flag. */
 enum FlagIs {
@@ -108,8 +108,12 @@ enum FlagIs {
     F(REAL,   lr,            'l', 6e-4,      0, 1e3, SHAPES, "peak learning rate") \
     F(ONEOF,  schedule,      0,   "cosine",  &FlagWords::schedules, 0, SHAPES, "learning rate over the steps") \
     F(INT,    warmup,        0,   -1,       -1, INT64_MAX, SHAPES, "warm-up steps; -1 = 2 % of the steps, at most 700, and half of them for onecycle") \
+    F(ONEOF,  warmup_type,   0,   "linear",  "linear|log", 0, SHAPES, "the warm-up's rise: in a straight line, or as the logarithm of the step") \
+    F(REAL,   warmup_min_lr, 0,   0,         0, 1e3, SHAPES, "learning rate from which the warm-up rises") \
     F(REAL,   decay,         0,   0.2,       0, 1, SHAPES, "wsd: share of the steps, at the end, in which the learning rate falls") \
     F(REAL,   min_lr,        0,   -1,       -1, 1e3, SHAPES, "learning rate at the end; -1 = a tenth of the peak") \
+    F(ONEOF,  schedule_as,   0,   "own",     "own|deepspeed", 0, SHAPES, "the sequence of rates: this program's, or step by step DeepSpeed's, whose first two steps have the lowest; set by --config") \
+    F(TEXT,   schedule_params, 0, "",        0, 0, SHAPES, "with --schedule-as deepspeed: NAME=VALUE,... of its OneCycle, LRRangeTest and total_num_steps, by its names") \
     HEADING(validation, "Validation") \
     F(INT,    eval_every,    0,   0,         0, INT64_MAX, 0, "validate every so many steps; 0 = at the end only") \
     F(INT,    eval_batches,  0,   0,         0, INT64_MAX, 0, "at most so many global micro-batches per validation; 0 = the whole set") \
@@ -389,30 +393,34 @@ static bool starts_with_other_dash(const char* arg)
 }
 
 // ------------------------------------------------------------------------------------------------- the command line
-/* Whole string is a number in [low, high], or refused by name. Counts may be written 1e6; all up to the largest int64
- * are exact. A REAL is rounded once, to a double. */
-static long double flag_number(const FlagRow* row, const char* shown, const char* text)
+/* Is the whole string a number in [low, high]? Else `why` says what is wrong. Counts may be written 1e6; all up to the
+ * largest int64 are exact. A REAL is rounded once, to a double. */
+static bool flag_number(const FlagRow* row, const char* text, long double* number, char (&why)[160])
 {
     char* end;
     long double x = row->kind == INT ? strtold(text, &end) : (long double)strtod(text, &end);
     int digits = row->kind == INT ? 19 : 10;
+    *number = x;
+    why[0] = 0;
     if (end == text || *end != 0 || std::isnan(x))
-        die_usage("%s needs a number, not '%s'", shown, text);
-    if (row->kind == INT && x != floorl(x))
-        die_usage("%s needs a whole number, not '%s'", shown, text);
-    if (x < row->low || x > row->high)
-        die_usage("%s %s is out of range: %.*Lg to %.*Lg", shown, text, digits, row->low, digits, row->high);
-    if (row->kind == REAL && row->low == -1 && x > -1 && x < 0)   // -1 is allowed besides the range
-        die_usage("%s %s is out of range: 0 to %.*Lg, or -1", shown, text, digits, row->high);
-    return x;
+        snprintf(why, sizeof why, "needs a number, not '%s'", text);
+    else if (row->kind == INT && x != floorl(x))
+        snprintf(why, sizeof why, "needs a whole number, not '%s'", text);
+    else if (x < row->low || x > row->high)
+        snprintf(why, sizeof why, "%s is out of range: %.*Lg to %.*Lg", text, digits, row->low, digits, row->high);
+    else if (row->kind == REAL && row->low == -1 && x > -1 && x < 0)   // -1 is allowed besides the range
+        snprintf(why, sizeof why, "%s is out of range: 0 to %.*Lg, or -1", text, digits, row->high);
+    return why[0] == 0;
 }
 
 static void flag_store(Flags* flags, const FlagRow* row, const char* shown, const char* text)
 {
-    char* at = (char*)flags + row->offset;
+    char *at = (char*)flags + row->offset, why[160];
+    long double x = 0;
+    if ((row->kind == REAL || row->kind == INT) && !flag_number(row, text, &x, why)) die_usage("%s %s", shown, why);
     switch (row->kind) {
-    case REAL: *(double*)at = (double)flag_number(row, shown, text); break;
-    case INT: *(int64_t*)at = (int64_t)flag_number(row, shown, text); break;
+    case REAL: *(double*)at = (double)x; break;
+    case INT: *(int64_t*)at = (int64_t)x; break;
     case TEXT: *(const char**)at = text; break;
     case ONEOF: {
         const char* choices = flag_choices_of(flags, row);

@@ -31,9 +31,10 @@ def optimizer_row(name, text):
 
 def tables(help_text):
     optimizers = [optimizer_row(*row) for row in rows(help_text, "--optimizer")]
-    schedules = [f"| `{name}` | {code_flags(text)} |" for name, text in rows(help_text, "--schedule")]
+    schedules = [f"| `{name}` | {code_flags(text)} |".replace(" | none |", " | |")
+                 for name, text in rows(help_text, "--schedule")]
     return {"--optimizer": ["| | update | states | its flags and their defaults |", "|---|---|---|---|", *optimizers],
-            "--schedule": ["| | |", "|---|---|", *schedules]}
+            "--schedule": ["| | | DeepSpeed |", "|---|---|---|", *schedules]}
 
 
 def page(text, help_text):

@@ -25,7 +25,7 @@
 #include "values.cuh"
 
 struct OptimizerConfig {
-    float beta1, beta2, eps, momentum, dampening;
+    float eps, momentum, dampening;                  // beta1 and beta2 are StepState's
     bool nesterov;
     uint64_t seed;                                   // of stochastic rounding
 };
@@ -368,8 +368,8 @@ template <class R> HOSTDEV typename R::Factors run_factors(const OptimizerRuns& 
     const double lr_factor = runs.lr_factor[run], lr = state->lr * lr_factor;
     const double ratio = R::PHASE == TensorPhase::NORMS ? lamb_ratio(sums + 2 * runs.tensor[run]) : 1.0;
     f.grad_coef = state->factors.grad_coef;
-    f.beta1 = config.beta1;
-    f.beta2 = config.beta2;
+    f.beta1 = (float)state->beta1;
+    f.beta2 = (float)state->beta2;
     f.step_size = (float)lr;
     f.rsqrt_correction2 = state->factors.rsqrt_correction2;
     f.eps = config.eps;

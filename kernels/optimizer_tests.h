@@ -4,7 +4,7 @@
 
 static OptimizerConfig optimizer_test_config(float eps)
 {
-    return {0.9f, 0.95f, eps, 0.8f, 0.1f, true, 1};
+    return {eps, 0.8f, 0.1f, true, 1};
 }
 
 /* fp32 states and gradients; master null: param is it. */
@@ -60,9 +60,9 @@ template <class R, class T> static void optimizer_ref(T* p, T* grad, T* const (&
                                                       size_t gap, double lr, double wd, double ratio,
                                                       const OptimizerConfig& c, const StepState& s)
 {
-    RuleRef<T> r = {p[i], grad[i] * (T)(s.grad_scale * s.clip_coef), grad[i], {}, (T)lr, (T)wd, (T)ratio, c.beta1,
-                    c.beta2, c.eps, c.momentum, c.dampening, (T)s.bias_correction1, (T)s.bias_correction2, c.nesterov,
-                    (int)s.num_applied};
+    RuleRef<T> r = {p[i], grad[i] * (T)(s.grad_scale * s.clip_coef), grad[i], {}, (T)lr, (T)wd, (T)ratio,
+                    (float)s.beta1, (float)s.beta2, c.eps, c.momentum, c.dampening, (T)s.bias_correction1,
+                    (T)s.bias_correction2, c.nesterov, (int)s.num_applied};
     for (int k = 0; k < MAX_STATES; k++)
         if (states[k] != nullptr) r.states[k] = states[k][i - (k == GAPPED_STATE ? gap : 0)];
     rule_passes_ref<R>(&r);

@@ -18,40 +18,46 @@
 // ---- schedules
 
 /* One row each: name, word, rate in the warm-up, what is left of peak - min after it, how it differs from the others,
- * and what --help says. Steps are counted from 0: s are applied, W of N are warm-up; x is the share of the others that
- * has passed, tail that of the last --decay of N. To add a schedule, add a row: enum, --schedule, --help and op tests
- * follow, and test/test_optimizer.py asks for a reference. */
+ * DeepSpeed's scheduler of that kind, what --help says. Steps are counted from 0: s are applied, W of N are warm-up; x
+ * is the share of the others that has passed, tail that of the last --decay of N. To add a schedule, add a row: enum,
+ * --schedule, --help and op tests follow, and test/test_optimizer.py asks for a reference. */
 #define SCHEDULES(S) \
-    S(CONSTANT,   "constant",      rise_from_0,   1.0,              ENDLESS, "the peak") \
-    S(LINEAR,     "linear",        rise_from_0,   1.0 - x,          0, "falls in a straight line, to --min-lr one step behind the last") \
-    S(COSINE,     "cosine",        rise_from_0,   0.5 * (1.0 + cos(3.14159265358979323846 * x)), 0, "the same along half a cosine") \
-    S(WSD,        "wsd",           rise_from_0,   1.0 - tail,       0, "the peak; the last --decay share falls in a straight line") \
-    S(WSD_SQRT,   "wsd-sqrt",      rise_from_0,   1.0 - sqrt(tail), 0, "the same, falling as 1 - sqrt") \
-    S(WARMUP_LOG, "warmup-log",    rise_log,      1.0,              ENDLESS, "DeepSpeed's WarmupLR: from --min-lr up as the logarithm of the step, then the peak") \
-    S(ONECYCLE,   "onecycle",      rise_from_min, fmax(0.0, 1.0 - (s - W + 1.0) / fmax(W, 1.0)), WARMS_UP_HALF, "from --min-lr to the peak in the warm-up, back in as many steps, then --min-lr") \
-    S(RANGE_TEST, "lr-range-test", rise_from_min, 1.0, WARMS_UP_ALL, "from --min-lr to the peak over all steps")
+    S(CONSTANT,   "constant",      rise_from_start, 1.0,              ENDLESS, WarmupLR, "the peak") \
+    S(LINEAR,     "linear",        rise_from_start, 1.0 - x,          0, WarmupDecayLR, "falls in a straight line, to --min-lr one step behind the last") \
+    S(COSINE,     "cosine",        rise_from_start, 0.5 * (1.0 + cos(3.14159265358979323846 * x)), 0, WarmupCosineLR, "the same along half a cosine") \
+    S(WSD,        "wsd",           rise_from_start, 1.0 - tail,       0, none, "the peak; the last --decay share falls in a straight line") \
+    S(WSD_SQRT,   "wsd-sqrt",      rise_from_start, 1.0 - sqrt(tail), 0, none, "the same, falling as 1 - sqrt") \
+    S(WARMUP_LOG, "warmup-log",    rise_log,        1.0,              ENDLESS | FROM_MIN, none, "from --min-lr up as the logarithm of the step, then the peak") \
+    S(ONECYCLE,   "onecycle",      rise_from_min,   fmax(0.0, 1.0 - (s - W + 1.0) / fmax(W, 1.0)), WARMS_UP_HALF | FROM_MIN, OneCycle, "from --min-lr to the peak in the warm-up, back in as many steps, then --min-lr") \
+    S(RANGE_TEST, "lr-range-test", rise_from_min,   1.0, WARMS_UP_ALL | FROM_MIN, \
+      LRRangeTest, "from --min-lr to the peak over all steps; DeepSpeed's over the warm-up, and on")
 
 enum ScheduleTraits {
     ENDLESS = 1,         // goes on behind the last step; all others are at their minimum there
     WARMS_UP_HALF = 2,   // of the steps, unless --warmup says how many
-    WARMS_UP_ALL = 4     // of the steps, whatever --warmup says
+    WARMS_UP_ALL = 4,    // of the steps, whatever --warmup says
+    FROM_MIN = 8         // warms up from --min-lr, in its own way, and not from --warmup-min-lr
 };
 
-#define SCHEDULE_ENUM(name, word, rise, fall, traits, help) name,
+#define SCHEDULE_ENUM(name, word, rise, fall, traits, deepspeed, help) name,
 enum class Schedule { SCHEDULES(SCHEDULE_ENUM) };
 #undef SCHEDULE_ENUM
 
-#define SCHEDULE_WORD(name, word, rise, fall, traits, help) "|" word
+#define SCHEDULE_WORD(name, word, rise, fall, traits, deepspeed, help) "|" word
 static const char* const schedule_words = &SCHEDULES(SCHEDULE_WORD)[1];   // "constant|linear|..."
 #undef SCHEDULE_WORD
 
+#define SCHEDULE_WORD(name, word, rise, fall, traits, deepspeed, help) "|" #deepspeed "=" word
+static const char* const schedules_of_deepspeed = &SCHEDULES(SCHEDULE_WORD)[1];   // "WarmupLR=constant|..."
+#undef SCHEDULE_WORD
+
 struct ScheduleRow {
-    const char *name, *help;
+    const char *name, *help, *deepspeed;
     Schedule schedule;
     int traits;
 };
 
-#define SCHEDULE_ROW(name, word, rise, fall, traits, help) {word, help, Schedule::name, traits},
+#define SCHEDULE_ROW(name, word, rise, fall, traits, deepspeed, help) {word, help, #deepspeed, Schedule::name, traits},
 static const ScheduleRow schedule_rows[] = { SCHEDULES(SCHEDULE_ROW) };
 #undef SCHEDULE_ROW
 
@@ -61,6 +67,29 @@ static const ScheduleRow* schedule_find(const char* name)
         if (strcmp(row.name, name) == 0) return &row;
     die("--schedule %s: there is no such row: have %s", name, schedule_words);
 }
+
+/* DeepSpeed's parameters without a flag of their own: name, default, lowest, highest. --schedule-params takes them. */
+#define SCHEDULE_PARAMS(P) \
+    P(total_num_steps,          0,    0, 1e18)   /* 0: the run's */ \
+    P(cycle_second_step_size,  -1,   -1, 1e18)   /* -1: as many as the first */ \
+    P(cycle_first_stair_count,  0,    0, 1e18) \
+    P(cycle_second_stair_count, -1,  -1, 1e18)   /* -1: as many as the first */ \
+    P(decay_step_size,          0,    0, 1e18) \
+    P(decay_lr_rate,            0,    0, 1e18) \
+    P(cycle_momentum,           1,    0, 1) \
+    P(cycle_min_mom,            0.8,  0, 0.999999) \
+    P(cycle_max_mom,            0.9,  0, 0.999999) \
+    P(decay_mom_rate,           0,    0, 1e18) \
+    P(lr_range_test_staircase,  0,    0, 1)
+
+struct ScheduleParams {
+#define SCHEDULE_PARAM(name, fallback, low, high) double name;
+    SCHEDULE_PARAMS(SCHEDULE_PARAM)
+#undef SCHEDULE_PARAM
+};
+#define SCHEDULE_PARAM(name, fallback, low, high) fallback,
+static constexpr ScheduleParams SCHEDULE_PARAMS_DEFAULT = {SCHEDULE_PARAMS(SCHEDULE_PARAM)};
+#undef SCHEDULE_PARAM
 
 /* Everything about a step that the command line fixes. */
 struct StepConfig {
@@ -77,9 +106,20 @@ struct StepConfig {
     double spike_deviations;                         // 0: no spikes
     double spike_window;
     bool spike_skips;                                // a step with a spike changes nothing
+    double warmup_min_lr;                            // at which the warm-up starts
+    bool warmup_is_log, as_deepspeed;
+    bool has_momentum_cycle;                         // OneCycle moves beta1
+    ScheduleParams params;                           // for as_deepspeed
 };
 
-HOSTDEV double rise_from_0(const StepConfig& c, double s, double W) { return c.peak_lr * (s + 1.0) / W; }
+/* The share of a warm-up of W steps when s have passed, of DeepSpeed's from 0, of this program's from 1. */
+HOSTDEV double log_share(double s, double W) { return log(s + 1.0) / log(fmax(2.0, W)); }
+
+HOSTDEV double rise_from_start(const StepConfig& c, double s, double W)
+{
+    const double height = c.peak_lr - c.warmup_min_lr;
+    return c.warmup_min_lr + (c.warmup_is_log ? height * log_share(s, W) : height * (s + 1.0) / W);
+}
 HOSTDEV double rise_from_min(const StepConfig& c, double s, double W)
 {
     return c.min_lr + (c.peak_lr - c.min_lr) * (s + 1.0) / W;
@@ -89,14 +129,100 @@ HOSTDEV double rise_log(const StepConfig& c, double s, double W)
     return c.min_lr + (c.peak_lr - c.min_lr) * log(s + 1.0) / log(fmax(2.0, W));
 }
 
-/* The rate after `applied` steps. A constant rate has no end, nor has warmup-log, DeepSpeed's WarmupLR; a warm-up as
- * long as the run or longer is cut off at its end. */
+// ---- DeepSpeed's schedulers, as in deepspeed/runtime/lr_schedules.py of 0.19
+// t is its last_batch_iteration, -1 in the first step and 0 in the second: both are at the start of the warm-up.
+
+HOSTDEV double deepspeed_warmup_steps(const StepConfig& c) { return fmax(2.0, (double)c.warmup_steps); }
+HOSTDEV double deepspeed_total_steps(const StepConfig& c)
+{
+    return c.params.total_num_steps > 0.0 ? c.params.total_num_steps : (double)c.total_steps;
+}
+
+/* The three that warm up: `first` in the first step, `left` of peak - min after the warm-up. */
+HOSTDEV double deepspeed_warmup(const StepConfig& c, double t, double first, double left)
+{
+    const double W = deepspeed_warmup_steps(c);
+    if (t < 0.0) return first;
+    if (t >= W) return c.min_lr + (c.peak_lr - c.min_lr) * left;
+    return c.warmup_min_lr + (c.peak_lr - c.warmup_min_lr) * (c.warmup_is_log ? log_share(t, W) : t / W);
+}
+
+HOSTDEV double deepspeed_WarmupLR(const StepConfig& c, double t)
+{
+    return deepspeed_warmup(c, t, c.warmup_min_lr, 1.0);
+}
+
+HOSTDEV double deepspeed_WarmupDecayLR(const StepConfig& c, double t)
+{
+    const double W = deepspeed_warmup_steps(c), N = deepspeed_total_steps(c);
+    return deepspeed_warmup(c, t, c.warmup_min_lr, fmax(0.0, (N - t) / fmax(1.0, N - W)));
+}
+
+HOSTDEV double deepspeed_WarmupCosineLR(const StepConfig& c, double t)
+{
+    const double W = deepspeed_warmup_steps(c), N = deepspeed_total_steps(c);
+    const double x = fmin(1.0, (t - W + 1.0) / fmax(1.0, N - W));
+    return deepspeed_warmup(c, t, 0.0, 0.5 * (1.0 + cos(3.14159265358979323846 * x)));
+}
+
+/* Of the cycle: the steps up, the steps down, and how high the rate is, 0 at the lowest and 1 at the peak. */
+HOSTDEV double deepspeed_steps_up(const StepConfig& c) { return fmax(1.0, (double)c.warmup_steps); }
+HOSTDEV double deepspeed_cycle_steps(const StepConfig& c)
+{
+    const double up = deepspeed_steps_up(c), down = c.params.cycle_second_step_size;
+    return up + (down < 0.0 ? up : down);
+}
+HOSTDEV double deepspeed_cycle_height(const StepConfig& c, double t)
+{
+    const double steps = deepspeed_cycle_steps(c), up = deepspeed_steps_up(c), now = fmod(t + 1.0, steps);
+    const double share = now <= up ? now / up : (steps - now) / (steps - up);
+    const double second = c.params.cycle_second_stair_count, first = c.params.cycle_first_stair_count;
+    const double stairs = now <= up || second < 0.0 ? first : second;
+    if (stairs == 0.0) return share;
+    return floor(now <= up ? now * stairs / up : (steps - now) * stairs / (steps - up)) / stairs;
+}
+
+/* 1 + rate * the steps since the cycle / decay_step_size; 1 within it, and without a decay. */
+HOSTDEV double deepspeed_cycle_decay(const StepConfig& c, double t, double rate)
+{
+    const double steps = deepspeed_cycle_steps(c);
+    return t < steps || c.params.decay_step_size == 0.0 ? 1.0
+                                                        : 1.0 + rate * (t - steps + 1.0) / c.params.decay_step_size;
+}
+
+HOSTDEV double deepspeed_OneCycle(const StepConfig& c, double t)
+{
+    const double height = t < deepspeed_cycle_steps(c) ? deepspeed_cycle_height(c, t) : 0.0;
+    return (c.min_lr + (c.peak_lr - c.min_lr) * height) / deepspeed_cycle_decay(c, t, c.params.decay_lr_rate);
+}
+
+/* beta1 while it cycles, low where the rate is high; the first step has the lowest. beta2 is 0.99 then. */
+HOSTDEV double deepspeed_momentum(const StepConfig& c, double t)
+{
+    if (t < 0.0) return c.params.cycle_min_mom;
+    const double height = t < deepspeed_cycle_steps(c) ? deepspeed_cycle_height(c, t) : 0.0;
+    return (c.params.cycle_max_mom - (c.params.cycle_max_mom - c.params.cycle_min_mom) * height) *
+           deepspeed_cycle_decay(c, t, c.params.decay_mom_rate);
+}
+
+/* Rises by peak - min in every --warmup steps, for as long as the run goes. */
+HOSTDEV double deepspeed_LRRangeTest(const StepConfig& c, double t)
+{
+    const double share = (t + 1.0) / fmax(1.0, (double)c.warmup_steps);
+    return c.min_lr + (c.peak_lr - c.min_lr) * (c.params.lr_range_test_staircase != 0.0 ? floor(share) : share);
+}
+
+HOSTDEV double deepspeed_none(const StepConfig& c, double) { return c.peak_lr; }   // rates_refuse lets none through
+
+/* The rate after `applied` steps. A constant rate has no end, nor has warmup-log; a warm-up as long as the run or
+ * longer is cut off at its end. */
 HOSTDEV double schedule_lr(const StepConfig& config, unsigned long long applied)
 {
     const double s = (double)applied, N = (double)config.total_steps;
     switch (config.schedule) {
-#define SCHEDULE_LR(name, word, rise, fall, traits, help) \
+#define SCHEDULE_LR(name, word, rise, fall, traits, deepspeed, help) \
     case Schedule::name: { \
+        if (config.as_deepspeed) return deepspeed_##deepspeed(config, s - 1.0); \
         if (applied >= config.total_steps && !((traits) & ENDLESS)) return config.min_lr; \
         const double W = (traits) & WARMS_UP_ALL ? N : (double)config.warmup_steps; \
         if (s < W) return rise(config, s, W); \
@@ -145,6 +271,7 @@ struct StepState {
     double num_toks;                                 // counted tokens of this step, all ranks
     double grad_norm;                                // Inf when a gradient was not finite
     double lr;
+    double beta1, beta2;                             // of this step; bias corrections are 1 - beta^t
     double bias_correction1, bias_correction2;
     double grad_scale, clip_coef;                    // the optimizer multiplies gradients by both
     StepFactors factors;
@@ -230,6 +357,9 @@ HOSTDEV void step_state_advance(StepState* state, const double* sums, const Step
     state->used_loss_scale = state->loss_scale;
     state->loss = sums[SUM_LOSSES] / sums[NUM_TOKS];
     state->lr = schedule_lr(config, state->num_applied);
+    const bool cycles = config.has_momentum_cycle;
+    state->beta1 = cycles ? deepspeed_momentum(config, (double)state->num_applied - 1.0) : config.beta1;
+    state->beta2 = cycles ? 0.99 : config.beta2;
     state->is_spike = false;
     state->skip = empty ? Skip::NO_TOKS : overflow ? Skip::NONFINITE : Skip::NONE;
     if (empty) {
@@ -254,8 +384,8 @@ HOSTDEV void step_state_advance(StepState* state, const double* sums, const Step
     state->clip_coef = config.max_norm > 0.0 ? fmin(1.0, config.max_norm / (state->grad_norm + 1e-6)) : 1.0;
     state->num_applied++;
     const double t = (double)state->num_applied;     // 1 - beta^t, without its cancellation when beta is nearly 1
-    state->bias_correction1 = -expm1(t * log(config.beta1));
-    state->bias_correction2 = -expm1(t * log(config.beta2));
+    state->bias_correction1 = -expm1(t * log(state->beta1));
+    state->bias_correction2 = -expm1(t * log(state->beta2));
     state->factors = step_factors(*state);
 }
 
@@ -280,7 +410,8 @@ static void step_state_update(StepState* state, const double* sums, StepConfig c
 #include "optest.h"
 
 static const StepConfig STEP_TEST_CONFIG = {Schedule::CONSTANT, 1e-3, 0.0, 0, 100, 0.2, 0.9, 0.95, 1.0, 1.0,
-                                            false, 1.0, 1000, 2, false, 0.0, 100.0, false};
+                                            false, 1.0, 1000, 2, false, 0.0, 100.0, false, 0.0, false, false, false,
+                                            SCHEDULE_PARAMS_DEFAULT};
 
 /* Losses 2 and 4 in turn have mean 3 and deviation 1: 8.5 is 5.5 above, 9.1 is a spike and counts as 9 in the mean. */
 static void spike_test(OpRun* run)
@@ -317,6 +448,40 @@ static void spike_test(OpRun* run)
 static void schedule_check(OpRun* run, const char* what, StepConfig config, unsigned long long s, double truth)
 {
     op_check_value(run, what, schedule_lr(config, s), truth, 1e-12);
+}
+
+/* DeepSpeed's schedulers by hand; test/test_deepspeed.py has the numbers of its own code. */
+static void schedule_deepspeed_test(OpRun* run)
+{
+    StepConfig config = STEP_TEST_CONFIG;
+    config.as_deepspeed = config.warmup_is_log = true;
+    config.peak_lr = 1.0;
+    config.warmup_min_lr = 0.25;
+    config.warmup_steps = 4;
+    config.total_steps = 8;
+    schedule_check(run, "WarmupLR, first step", config, 0, 0.25);
+    schedule_check(run, "WarmupLR, second step", config, 1, 0.25);
+    schedule_check(run, "WarmupLR, third step", config, 2, 0.25 + 0.75 * 0.5);
+    schedule_check(run, "WarmupLR, past the warm-up", config, 5, 1.0);
+    config.schedule = Schedule::LINEAR;
+    schedule_check(run, "WarmupDecayLR, half", config, 7, 0.5);
+    schedule_check(run, "WarmupDecayLR, past the end", config, 99, 0.0);
+    config.schedule = Schedule::COSINE;
+    schedule_check(run, "WarmupCosineLR, first step", config, 0, 0.0);
+    schedule_check(run, "WarmupCosineLR, half", config, 6, 0.5);
+    schedule_check(run, "WarmupCosineLR, past the end", config, 99, 0.0);
+    config.schedule = Schedule::RANGE_TEST;
+    config.min_lr = 0.5;
+    schedule_check(run, "LRRangeTest, past the end", config, 10, 0.5 + 0.5 * 2.5);
+    config.schedule = Schedule::ONECYCLE;
+    config.params.cycle_second_step_size = 2.0;
+    config.params.decay_step_size = config.params.decay_lr_rate = 1.0;
+    schedule_check(run, "OneCycle, half of the rise", config, 2, 0.75);
+    schedule_check(run, "OneCycle, half of the fall", config, 5, 0.75);
+    schedule_check(run, "OneCycle, decay", config, 7, 0.25);
+    op_check_value(run, "momentum, first step", deepspeed_momentum(config, -1.0), 0.8, 1e-12);
+    op_check_value(run, "momentum, second step", deepspeed_momentum(config, 0.0), 0.875, 1e-12);
+    op_check_value(run, "momentum, decay", deepspeed_momentum(config, 6.0), 0.9, 1e-12);
 }
 
 static void schedule_test(OpRun* run)
@@ -454,6 +619,7 @@ static const OpTest step_tests[] = {
     {"spike", spike_test, {0}, OpWhen::ALWAYS},
     {"spike", spike_test, {1}, OpWhen::ALWAYS},
     {"schedule", schedule_test, {}, OpWhen::ALWAYS},
+    {"schedule_deepspeed", schedule_deepspeed_test, {}, OpWhen::ALWAYS},
     {"schedule_edges", schedule_edges_test, {}, OpWhen::ALWAYS},
 };
 

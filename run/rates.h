@@ -7,7 +7,7 @@
 #include "kernels/optimizer.cuh"
 #include "zero/shard.h"
 
-static const FlagWords flag_words_of_rows = {optimizer_words, schedule_words};
+static const FlagWords flag_words_of_rows = {optimizer_words, schedule_words, schedules_of_deepspeed};
 
 /* A flag's value: as given, else the optimizer's default, else the flag's default. */
 static double optimizer_value(const Flags* f, FlagIdx idx, double of_flag, double of_row)
@@ -33,8 +33,7 @@ static double optimizer_weight_decay(const Flags* f)
 
 static OptimizerConfig optimizer_config(const Flags* f)
 {
-    return {(float)optimizer_beta1(f), (float)optimizer_beta2(f), (float)f->eps, (float)optimizer_momentum(f),
-            (float)f->dampening, f->nesterov, (uint64_t)f->seed};
+    return {(float)f->eps, (float)optimizer_momentum(f), (float)f->dampening, f->nesterov, (uint64_t)f->seed};
 }
 
 static bool optimizer_takes(const OptimizerRow* row, const char* flag) { return word_in_list(flag, row->flags, ' '); }
@@ -45,9 +44,76 @@ static bool optimizer_has_matrices(const Flags* f)
     return optimizer_find(f->optimizer)->phase == TensorPhase::MATRICES;
 }
 
+// ---- schedule
+
+/* One number of --schedule-params, by the name that DeepSpeed gives it. */
+struct ScheduleParam {
+    const char* name;
+    double ScheduleParams::*field;
+    double low, high;
+};
+#define SCHEDULE_PARAM(name, fallback, low, high) {#name, &ScheduleParams::name, low, high},
+static const ScheduleParam schedule_param_rows[] = { SCHEDULE_PARAMS(SCHEDULE_PARAM) };
+#undef SCHEDULE_PARAM
+#define SCHEDULE_PARAM(name, fallback, low, high) " " #name
+static const char* const schedule_param_names = &SCHEDULE_PARAMS(SCHEDULE_PARAM)[1];
+#undef SCHEDULE_PARAM
+
+/* --schedule-params NAME=VALUE,NAME=VALUE; what it leaves out is as DeepSpeed has it. */
+static ScheduleParams schedule_params(const Flags* f)
+{
+    ScheduleParams params = SCHEDULE_PARAMS_DEFAULT;
+    char item[64];
+    for (const char* list = f->schedule_params; word_next(&list, ',', item);) {
+        char *value = strchr(item, '='), *end = nullptr;
+        if (value != nullptr) *value++ = 0;
+        const ScheduleParam* row = nullptr;
+        for (const ScheduleParam& r : schedule_param_rows) if (strcmp(r.name, item) == 0) row = &r;
+        if (row == nullptr || value == nullptr)
+            die_usage("--schedule-params %s: have NAME=VALUE with one of the names %s", item, schedule_param_names);
+        double x = strcmp(value, "true") == 0 ? 1 : strcmp(value, "false") == 0 ? 0 : strtod(value, &end);
+        if (end != nullptr && (end == value || *end != 0)) x = NAN;
+        if (!(x >= row->low && x <= row->high))
+            die_usage("--schedule-params %s=%s: have a number from %g to %g", item, value, row->low, row->high);
+        params.*row->field = x;
+    }
+    return params;
+}
+
+/* Does OneCycle move beta1? DeepSpeed's does, of an optimizer that has one. */
+static bool has_momentum_cycle(const Flags* f)
+{
+    return strcmp(f->schedule_as, "deepspeed") == 0 && strcmp(f->schedule, "onecycle") == 0 &&
+           schedule_params(f).cycle_momentum != 0 && optimizer_takes(optimizer_find(f->optimizer), "beta1") &&
+           !optimizer_has_matrices(f);
+}
+
+/* What only one of the two sequences of learning rates has. */
+static void schedule_refuse(const Flags* f)
+{
+    const bool deepspeed = strcmp(f->schedule_as, "deepspeed") == 0;
+    const ScheduleRow* row = schedule_find(f->schedule);
+    char have[256] = "";
+    for (const ScheduleRow& r : schedule_rows)
+        if (strcmp(r.deepspeed, "none") != 0)
+            snprintf(have + strlen(have), sizeof have - strlen(have), "%s%s", have[0] ? ", " : "", r.name);
+    if (deepspeed && strcmp(row->deepspeed, "none") == 0)
+        die_usage("--schedule-as deepspeed: DeepSpeed has no --schedule %s; have %s", f->schedule, have);
+    if (f->schedule_params[0] && !deepspeed)
+        die_usage("--schedule-params %s goes with --schedule-as deepspeed, whose parameters these are: give that, or "
+                  "leave it out", f->schedule_params);
+    if ((f->given[FLAG_warmup_min_lr] || f->given[FLAG_warmup_type]) && (row->traits & FROM_MIN) != 0)
+        die_usage("--warmup-type and --warmup-min-lr shape a warm-up; --schedule %s has one of its own, from --min-lr: "
+                  "leave them out", f->schedule);
+    schedule_params(f);
+}
+
+// ---- optimizer
+
 /* A flag that some optimizer's row names is refused with one whose row does not name it, unless most use it. */
 static void rates_refuse(const Flags* f)
 {
+    schedule_refuse(f);
     for (const FlagRow& flag : flag_rows) {
         char name[64], takers[256] = "";
         if (!f->given[&flag - flag_rows] || word_in_list(flag.name, Rule::FLAGS, ' ')) continue;
@@ -117,7 +183,9 @@ static void rates_print(const Flags* f, FILE* file)
     fprintf(file, "update  %s", f->optimizer);
     if (optimizer_has_matrices(f)) fprintf(file, " at %g for hidden matrices, the rest by adamw", f->muon_lr);
     if (optimizer_takes(row, "momentum")) fprintf(file, ", momentum %g", optimizer_momentum(f));
-    if (optimizer_takes(row, "beta1")) fprintf(file, ", beta %g %g", optimizer_beta1(f), optimizer_beta2(f));
+    const ScheduleParams params = schedule_params(f);
+    if (has_momentum_cycle(f)) fprintf(file, ", beta %g to %g, 0.99", params.cycle_min_mom, params.cycle_max_mom);
+    else if (optimizer_takes(row, "beta1")) fprintf(file, ", beta %g %g", optimizer_beta1(f), optimizer_beta2(f));
     fprintf(file, ", weight decay %g%s%s\n", optimizer_weight_decay(f), f->param_group[0] ? ", groups " : "",
             f->param_group);
 }
@@ -144,6 +212,6 @@ static void rates_help(FILE* file)
                 fprintf(file, " %s=%s", flag_long_name(&flag, name), flag_value(&flags, &flag, value));
         fprintf(file, "\n");
     }
-    fprintf(file, "\n--schedule: the learning rate after the warm-up\n");
-    for (const ScheduleRow& row : schedule_rows) fprintf(file, "  %s: %s\n", row.name, row.help);
+    fprintf(file, "\n--schedule: the learning rate after the warm-up, and DeepSpeed's scheduler of --schedule-as\n");
+    for (const ScheduleRow& row : schedule_rows) fprintf(file, "  %s: %s | %s\n", row.name, row.help, row.deepspeed);
 }

@@ -112,6 +112,10 @@ static void print_start(Run* run, const char* model_name)
     SAY("steps   %zu = %.2f epochs | lr %.3g %s%s, warm-up %zu steps | seed %lld\n", run->num_steps,
         run->train == nullptr ? 0 : epochs_before(run, run->num_steps), run->config.peak_lr, f->schedule, last_lr,
         (size_t)run->config.warmup_steps, (long long)f->seed);
+    if (run->num_steps > 0 && run->config.warmup_steps > run->num_steps &&
+        (schedule_find(f->schedule)->traits & WARMS_UP_ALL) == 0)
+        SAY("warm-up %zu steps are more than the run has: the learning rate gets to %.3g of the peak %.3g\n",
+            (size_t)run->config.warmup_steps, schedule_lr(run->config, run->num_steps - 1), run->config.peak_lr);
     if (run->comm.rank == 0) rates_print(f, stdout);
     if (f->fp32_tensors[0])
         SAY("fp32    %d tensors, %zu elements with padding\n", run->model.shard.units[0].num_tensors,

@@ -342,6 +342,11 @@ static StepConfig step_config(const Run* run)
     c.loss_scale_window = (int)f->loss_scale_window;
     c.hysteresis = (int)f->hysteresis;
     c.consecutive_hysteresis = f->consecutive_hysteresis;
+    c.warmup_min_lr = f->warmup_min_lr;
+    c.warmup_is_log = strcmp(f->warmup_type, "log") == 0;
+    c.as_deepspeed = strcmp(f->schedule_as, "deepspeed") == 0;
+    c.has_momentum_cycle = has_momentum_cycle(f);
+    c.params = schedule_params(f);
     return c;
 }
 
