@@ -230,13 +230,13 @@ int main(int argc, char** argv)
     ds_config_read(&config, &flags);
     if (flags.print_config && die_rank == 0) ds_config_print(&config, stdout);
     ds_config_refuse(&config);
+    flags_refuse(&flags);
+    rates_refuse(&flags);
     if (flags.print_config) {
         ds_config_free(&config);
         return 0;
     }
     auto run_all = precision_find(flags.precision);
-    flags_refuse(&flags);
-    rates_refuse(&flags);
     if (flags.help || flags.version || flags.report) {
         if (die_rank == 0 && flags.help) {
             flags_help(&flags, stdout);
