@@ -16,7 +16,7 @@ enum {
     GEMV_ROWS = 8,
     GEMV_STRIP = 1024,          // most columns of a strip: 8 rows of sums are 32 KiB
     GEMV_K = 8,                 // cells of a strip that are added at a time
-    GEMV_AHEAD = 512,           // bytes of each row of a (N,K) weight that are on their way
+    GEMV_AHEAD = 8 * VF * GEMM_PAIR,        // elements of each row of a (N,K) weight that are on their way
 };
 
 /* Lanes D apart change places between two vectors: a step of a transposition. */
@@ -41,10 +41,9 @@ SIMD vf gemv_load(const floatX* row, int num_k)
 {
     if constexpr (GEMM_PAIR == 1) return num_k >= VF ? vf_load(row) : vf_load_n(row, num_k);
     else {
+        if (num_k >= VF * GEMM_PAIR) return vf_load((const float*)row);
         float cells[VF] = {};
-        const int num_there = gemm_min(num_k, VF * GEMM_PAIR);
-        if (num_there == VF * GEMM_PAIR) return vf_load((const float*)row);
-        memcpy((void*)cells, row, num_there * sizeof(floatX));
+        memcpy((void*)cells, row, num_k * sizeof(floatX));
         return vf_load(cells);
     }
 }
@@ -58,12 +57,13 @@ template <int M> static void gemv_dots(floatX* out, const float* inp, const floa
     for (int m = 0; m < M; m++) sum[m] = bias != nullptr ? vf_load_n(bias + n, cols) : vf{};
     const floatX* row = weight + (size_t)n * K;
     for (int first = 0; first < num_cells; first += VF) {
-        const int k = first * GEMM_PAIR;
+        const int k = first * GEMM_PAIR, over = k + GEMV_AHEAD - K;
+        const floatX* ahead = over < 0 ? row + k + GEMV_AHEAD : row + (size_t)VF * K + over;
         vf w[VF];
 #pragma GCC unroll 16
         for (int i = 0; i < VF; i++) {
             const floatX* at = row + (size_t)(i < cols ? i : 0) * K + k;
-            __builtin_prefetch((const char*)at + GEMV_AHEAD);
+            __builtin_prefetch(ahead + (size_t)i * K, 0, 2);
             w[i] = gemv_load(at, K - k);
         }
         vf_transpose<1>(w);
@@ -82,12 +82,19 @@ template <int M> static void gemv_dots(floatX* out, const float* inp, const floa
 }
 
 /* VF cells of a (K,N) weight, of which `cols` exist; of a pair the second row need not. */
-SIMD vf gemv_load_cells(const floatX* weight, int N, int num_k, int cols)
+template <class T> SIMD vf gemv_load_cells(const T* weight, int N, int num_k, int cols)
 {
     if constexpr (GEMM_PAIR == 1) return cols >= VF ? vf_load(weight) : vf_load_n(weight, cols);
     else {
-        float cells[VF] = {};
-        gemm_pack_cells(cells, weight, N, num_k, gemm_min(cols, VF));
+        const size_t row_bytes = gemm_min(cols, VF) * sizeof(T);
+        T first[VF], second[VF];
+        float cells[VF];
+        if (cols < VF || num_k == 1) {
+            memset((void*)first, 0, sizeof first), memset((void*)second, 0, sizeof second);
+            memcpy((void*)first, weight, row_bytes);
+            if (num_k > 1) memcpy((void*)second, weight + N, row_bytes);
+            pair_rows<vh, vu>(cells, first, second);
+        } else pair_rows<vh, vu>(cells, weight, weight + N);
         return vf_load(cells);
     }
 }
