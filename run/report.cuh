@@ -58,7 +58,8 @@ static void print_flags(const Flags* f)
     printf("\n");
 }
 
-/* Prints stage and recomputation, which --auto may have chosen, and communication volume. */
+/* Prints stage and recomputation, which --auto may have chosen, and communication volume. Ranks of a CPU share its
+ * memory, whose bandwidth bounds the update. */
 static void print_zero(Run* run)
 {
     char level[16];
@@ -72,6 +73,9 @@ static void print_zero(Run* run)
         recompute_name(run->setting, level),
         sent_bytes_per_step(run) / 1048576.0, collective, sent.gradients / 1048576.0, sent.parameters / 1048576.0,
         sent.sums, optimizer_sent, run->flags->overlap ? "overlapped" : "not overlapped");
+    if (!device_is_gpu(&run->device) && run->comm.host_num_ranks > 1 && run->setting.stage == 0 && !run->flags->auto_)
+        SAY("advice  -z 1 is faster on one host: at stage 0 each of its %d ranks updates all parameters, through the "
+            "same memory\n", run->comm.host_num_ranks);
 }
 
 static void print_data(const Run* run, const TokenSet* set, const Loader* l)

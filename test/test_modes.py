@@ -153,11 +153,14 @@ def test_flags_line_can_be_pasted_back(folder, precision):
 
 
 def test_verbose(folder):
-    """Communication volume and host synchronizations are printed with --verbose, ZeRO also on several ranks."""
+    """Communication volume and host synchronizations are printed with --verbose, ZeRO also on several ranks; there the
+    CPU build advises stage 1."""
     few = args(folder, "-n", 1, "-b", 2, "--sample-tokens", 0)
     detail = r"^(sent|syncs|ZeRO) "
     assert re.findall(detail, train_gpt(*few).out, re.M) == []
-    assert re.findall(detail, train_gpt(*few, ranks=2).out, re.M) == ["ZeRO"]
+    runs = [train_gpt(*few, "-z", stage, ranks=2).out for stage in (0, 1)]
+    assert [re.findall(detail, out, re.M) for out in runs] == [["ZeRO"]] * 2
+    assert ["advice  -z 1 is faster" in out for out in runs] == [True, False]
     assert re.findall(detail, train_gpt(*few, verbose=True).out, re.M) == ["ZeRO", "syncs"]
     assert re.findall(detail, train_gpt(*few, verbose=True, ranks=2).out, re.M) == ["ZeRO", "sent", "syncs"]
 
