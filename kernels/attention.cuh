@@ -57,6 +57,10 @@ static float* attention_space(AttentionSpace* s, float* base, int T, int HS)
     return base;
 }
 
+/* What one of several threads takes of a head: every step-th block of queries, or tile of keys. */
+typedef struct { int first, step; } AttentionShare;
+static constexpr AttentionShare ATTENTION_ALL = {0, 1};
+
 /* As many threads as there were when the scratch was sized. */
 static int attention_num_threads()
 {
@@ -191,12 +195,12 @@ static void attention_drop(float* s, DropoutKey drop_key, const Dropout& d, int 
 }
 
 static void attention_forward_head(floatX* out, float* lse, const AttentionSpace* s, const floatX* q, AttentionDims a,
-                                   DropoutKey drop_key, const Dropout& d)
+                                   DropoutKey drop_key, const Dropout& d, AttentionShare queries)
 {
     const int T = a.T, HS = a.HS, cells = gemm_cells(HS);
     const size_t ld = attention_ld_qkv(a), ld_out = attention_ld_out(a);
     const size_t panel_elems = attention_panel_elems(T);
-    for (int first = 0; first < T; first += ATTENTION_QUERIES) {
+    for (int first = queries.first * ATTENTION_QUERIES; first < T; first += queries.step * ATTENTION_QUERIES) {
         const int num_queries = gemm_min(ATTENTION_QUERIES, T - first), num_vectors = gemm_div_up(num_queries, VF);
         const int seen = (int)round_up(first + num_queries, GEMM_MR);
         float max[GEMM_NR], sum[GEMM_NR] = {};
@@ -239,15 +243,15 @@ static void attention_softmax_backward(float* s, float* dp, const float* lse, co
     }
 }
 
-/* One query head: writes dq, adds to s->dk and s->dv. */
-static void attention_backward_head(floatX* dq, const AttentionSpace* s, const floatX* dout, const floatX* out,
-                                    const float* lse, const floatX* q, AttentionDims a, DropoutKey drop_key,
-                                    const Dropout& d)
+/* One query head: writes dq unless that is null, adds to s->dk and s->dv if `adds_kv`. */
+static void attention_backward_head(floatX* dq, bool adds_kv, const AttentionSpace* s, const floatX* dout,
+                                    const floatX* out, const float* lse, const floatX* q, AttentionDims a,
+                                    DropoutKey drop_key, const Dropout& d, AttentionShare queries, AttentionShare keys)
 {
     const int T = a.T, HS = a.HS, cells = gemm_cells(HS);
     const size_t ld = attention_ld_qkv(a), ld_out = attention_ld_out(a), width = round_up(HS, VF);
     const size_t panel_elems = attention_panel_elems(T);
-    for (int first = 0; first < T; first += ATTENTION_QUERIES) {
+    for (int first = queries.first * ATTENTION_QUERIES; first < T; first += queries.step * ATTENTION_QUERIES) {
         const int num_queries = gemm_min(ATTENTION_QUERIES, T - first), num_vectors = gemm_div_up(num_queries, VF);
         const int seen = (int)round_up(first + num_queries, GEMM_MR);
         float block_lse[GEMM_NR] = {}, delta[GEMM_NR] = {};
@@ -262,7 +266,7 @@ static void attention_backward_head(floatX* dq, const AttentionSpace* s, const f
         gemm_pack(s->q, width, q + first * ld, ld, true, num_queries, HS);
         gemm_pack(s->dout, width, dout + first * ld_out, ld_out, true, num_queries, HS);
         memset(s->acc_t, 0, round_up(HS, GEMM_MR) * GEMM_NR * sizeof(float));
-        for (int key = 0; key < seen; key += ATTENTION_KEYS_BACKWARD) {
+        for (int key = keys.first * ATTENTION_KEYS_BACKWARD; key < seen; key += keys.step * ATTENTION_KEYS_BACKWARD) {
             const int num_keys = gemm_min(ATTENTION_KEYS_BACKWARD, seen - key);
             attention_scores(s->p, s->k_rows + (size_t)key * cells, s->q_t, num_keys, num_vectors, HS);
             attention_scores(s->ds, s->v_rows + (size_t)key * cells, s->dout_t, num_keys, num_vectors, HS);
@@ -270,60 +274,105 @@ static void attention_backward_head(floatX* dq, const AttentionSpace* s, const f
             if (d.threshold > 0) attention_drop(s->ds, drop_key, d, first, key, num_keys, T);
             attention_softmax_backward(s->p, s->ds, block_lse, delta, num_keys, num_vectors, a.scale);
             if (d.threshold > 0) attention_drop(s->p, drop_key, d, first, key, num_keys, T);
-            const float* p = attention_query_cells(s->p, num_keys, num_vectors);
-            attention_scatter(s->dv + key * width, p, s->dout, num_keys, num_queries, HS);
-            const float* ds = attention_key_cells(s->p, s->ds, num_keys, num_vectors);
-            attention_gather(s->acc_t, s->k_cols + key / GEMM_PAIR * GEMM_MR, panel_elems, ds, num_keys, num_vectors,
-                             HS);
-            ds = attention_query_cells(s->ds, num_keys, num_vectors);
-            attention_scatter(s->dk + key * width, ds, s->q, num_keys, num_queries, HS);
+            if (adds_kv) {
+                const float* p = attention_query_cells(s->p, num_keys, num_vectors);
+                attention_scatter(s->dv + key * width, p, s->dout, num_keys, num_queries, HS);
+            }
+            if (dq != nullptr) {
+                const float* ds = attention_key_cells(s->p, s->ds, num_keys, num_vectors);
+                attention_gather(s->acc_t, s->k_cols + key / GEMM_PAIR * GEMM_MR, panel_elems, ds, num_keys,
+                                 num_vectors, HS);
+            }
+            if (adds_kv) {
+                const float* ds = attention_query_cells(s->ds, num_keys, num_vectors);
+                attention_scatter(s->dk + key * width, ds, s->q, num_keys, num_queries, HS);
+            }
         }
-        gemm_transpose<1>(dq + first * ld, ld, s->acc_t, GEMM_NR, num_queries, HS);
+        if (dq != nullptr) gemm_transpose<1>(dq + first * ld, ld, s->acc_t, GEMM_NR, num_queries, HS);
     }
 }
 
-/* Threads share out the query heads. */
+/* How many threads take shares of one head, so that all are busy; num_shares: how many there can be. */
+static int attention_num_parts(int num_heads, int num_shares)
+{
+    const int num_threads = attention_num_threads();
+    if (num_heads % num_threads == 0 || num_heads >= 4 * num_threads) return 1;
+    return gemm_min(gemm_div_up(2 * num_threads, num_heads), num_shares);
+}
+
+/* Threads share out the query heads, few of them by blocks of queries: the sums of a query do not depend on it. */
 static void attention_forward_cpu(floatX* out, float* lse, float* scratch, const floatX* qkv, AttentionDims a,
                                   const Dropout& d)
 {
     const size_t ld = attention_ld_qkv(a), thread_elems = attention_thread_elems(a.T, a.HS);
+    const int num_parts = attention_num_parts(a.B * a.NH, gemm_div_up(a.T, ATTENTION_QUERIES));
     #pragma omp parallel for schedule(dynamic) num_threads(attention_num_threads())
-    for (int item = 0; item < a.B * a.NH; item++) {
-        const int b = item / a.NH, h = item % a.NH, kv_head = h / (a.NH / a.NKV);
+    for (int item = 0; item < a.B * a.NH * num_parts; item++) {
+        const int head = item / num_parts, b = head / a.NH, h = head % a.NH, kv_head = h / (a.NH / a.NKV);
         AttentionSpace s;
         attention_space(&s, scratch + omp_get_thread_num() * thread_elems, a.T, a.HS);
         attention_pack_rows(s.k_rows, qkv + attention_k(a, b, kv_head), ld, a.T, a.HS);
         attention_pack_cols(s.v_cols, qkv + attention_v(a, b, kv_head), ld, a.T, a.HS);
         attention_forward_head(out + attention_o(a, b, h), lse + attention_l(a, b, h), &s,
-                               qkv + attention_q(a, b, h), a, dropout_key(d, b, h), d);
+                               qkv + attention_q(a, b, h), a, dropout_key(d, b, h), d, {item % num_parts, num_parts});
     }
 }
 
-/* Threads share out the key/value heads: the query heads that read one follow each other and add up its dk and dv. */
+typedef struct { floatX* dqkv; const floatX *dout, *out; const float* lse; const floatX* qkv; } AttentionBackward;
+
+/* The query heads that read a key/value head, h0 to h1, one after the other: they add up its dk and dv. */
+static void attention_backward_heads(const AttentionBackward& x, AttentionSpace* s, AttentionDims a, const Dropout& d,
+                                     int b, int h0, int h1, bool has_dq, bool adds_kv, AttentionShare queries,
+                                     AttentionShare keys)
+{
+    const int T = a.T, HS = a.HS, kv_head = h0 / (a.NH / a.NKV);
+    const size_t ld = attention_ld_qkv(a), width = round_up(HS, VF);
+    const size_t k = attention_k(a, b, kv_head), v = attention_v(a, b, kv_head);
+    attention_pack_rows(s->k_rows, x.qkv + k, ld, T, HS);
+    attention_pack_rows(s->v_rows, x.qkv + v, ld, T, HS);
+    attention_pack_cols(s->k_cols, x.qkv + k, ld, T, HS);
+    memset(s->dk, 0, round_up(T, GEMM_MR) * width * sizeof(float));
+    memset(s->dv, 0, round_up(T, GEMM_MR) * width * sizeof(float));
+    for (int h = h0; h < h1; h++) {
+        const size_t q = attention_q(a, b, h), o = attention_o(a, b, h);
+        attention_backward_head(has_dq ? x.dqkv + q : nullptr, adds_kv, s, x.dout + o, x.out + o,
+                                x.lse + attention_l(a, b, h), x.qkv + q, a, dropout_key(d, b, h), d, queries, keys);
+    }
+    for (int t = 0; t < T && adds_kv; t++) {
+        if (t / ATTENTION_KEYS_BACKWARD % keys.step != keys.first) continue;
+        vf_copy(x.dqkv + k + t * ld, s->dk + t * width, HS);
+        vf_copy(x.dqkv + v + t * ld, s->dv + t * width, HS);
+    }
+}
+
+/* Threads share out the key/value heads. If there are too few, then first their tiles of keys, for dk and dv, and after
+ * that the blocks of queries of all query heads, for dq: 7 GEMMs instead of 5, but by all threads. Each sum is
+ * the same in the same order. */
 static void attention_backward_cpu(floatX* dqkv, float* scratch, const floatX* dout, const floatX* out,
                                    const float* lse, const floatX* qkv, AttentionDims a, const Dropout& d)
 {
-    const int T = a.T, HS = a.HS, group = a.NH / a.NKV;
-    const size_t ld = attention_ld_qkv(a), width = round_up(HS, VF), thread_elems = attention_thread_elems(T, HS);
-    #pragma omp parallel for schedule(dynamic) num_threads(attention_num_threads())
-    for (int item = 0; item < a.B * a.NKV; item++) {
-        const int b = item / a.NKV, kv_head = item % a.NKV;
-        const size_t k = attention_k(a, b, kv_head), v = attention_v(a, b, kv_head);
+    const AttentionBackward x = {dqkv, dout, out, lse, qkv};
+    const int num_threads = attention_num_threads(), num_kv = a.B * a.NKV, group = a.NH / a.NKV;
+    const bool in_one = 7 * num_kv >= 5 * num_threads;
+    const int num_tiles = gemm_div_up(a.T, ATTENTION_KEYS_BACKWARD), num_blocks = gemm_div_up(a.T, ATTENTION_QUERIES);
+    const int key_parts = in_one ? 1 : attention_num_parts(num_kv, num_tiles);
+    const int query_parts = attention_num_parts(a.B * a.NH, num_blocks);
+    const size_t thread_elems = attention_thread_elems(a.T, a.HS);
+    #pragma omp parallel num_threads(num_threads)
+    {
         AttentionSpace s;
-        attention_space(&s, scratch + omp_get_thread_num() * thread_elems, T, HS);
-        attention_pack_rows(s.k_rows, qkv + k, ld, T, HS);
-        attention_pack_rows(s.v_rows, qkv + v, ld, T, HS);
-        attention_pack_cols(s.k_cols, qkv + k, ld, T, HS);
-        memset(s.dk, 0, round_up(T, GEMM_MR) * width * sizeof(float));
-        memset(s.dv, 0, round_up(T, GEMM_MR) * width * sizeof(float));
-        for (int h = kv_head * group; h < (kv_head + 1) * group; h++) {
-            const size_t q = attention_q(a, b, h), o = attention_o(a, b, h);
-            attention_backward_head(dqkv + q, &s, dout + o, out + o, lse + attention_l(a, b, h), qkv + q, a,
-                                    dropout_key(d, b, h), d);
+        attention_space(&s, scratch + omp_get_thread_num() * thread_elems, a.T, a.HS);
+        #pragma omp for schedule(dynamic) nowait
+        for (int item = 0; item < num_kv * key_parts; item++) {
+            const int b = item / key_parts / a.NKV, kv_head = item / key_parts % a.NKV;
+            attention_backward_heads(x, &s, a, d, b, kv_head * group, (kv_head + 1) * group, in_one, true,
+                                     ATTENTION_ALL, {item % key_parts, key_parts});
         }
-        for (int t = 0; t < T; t++) {
-            vf_copy(dqkv + k + t * ld, s.dk + t * width, HS);
-            vf_copy(dqkv + v + t * ld, s.dv + t * width, HS);
+        #pragma omp for schedule(dynamic)
+        for (int item = 0; item < (in_one ? 0 : a.B * a.NH * query_parts); item++) {
+            const int b = item / query_parts / a.NH, h = item / query_parts % a.NH;
+            attention_backward_heads(x, &s, a, d, b, h, h + 1, true, false, {item % query_parts, query_parts},
+                                     ATTENTION_ALL);
         }
     }
 }
