@@ -324,7 +324,8 @@ template <class R> static constexpr unsigned STATES_READ = R::READS_STATES ? sta
 // ---- runs: where the rates change along a slice
 
 /* Run i ends before element end[i]; element e of it has its state of slot GAPPED_STATE at e - gap[i], and is number
- * index[i] + e of all parameters. A run that is left out keeps its place. Given to the kernels by value. */
+ * element_index(place[i], e) of all parameters (rectangle.h). A run that is left out keeps its place. Given to the
+ * kernels by value. */
 static constexpr int OPTIMIZER_MAX_RUNS = 32;
 struct OptimizerRuns {
     int num_runs;
@@ -332,17 +333,17 @@ struct OptimizerRuns {
     float weight_decay[OPTIMIZER_MAX_RUNS], lr_factor[OPTIMIZER_MAX_RUNS];
     int tensor[OPTIMIZER_MAX_RUNS];                  // its place in LAMB's sums; -1 for all where nobody asks
     bool left_out[OPTIMIZER_MAX_RUNS];
-    uint64_t index[OPTIMIZER_MAX_RUNS];
+    Rectangle place[OPTIMIZER_MAX_RUNS];
 };
 
 /* Adds a run up to `end`, or lengthens the last one if it is of the same kind. */
 static void runs_extend(OptimizerRuns* runs, size_t end, float weight_decay, float lr_factor, int tensor = -1,
-                        bool left_out = false, size_t gap = 0, uint64_t index = 0)
+                        bool left_out = false, size_t gap = 0, Rectangle place = rectangle_in_line(0))
 {
     const int last = runs->num_runs - 1;
     if (last < 0 || runs->weight_decay[last] != weight_decay || runs->lr_factor[last] != lr_factor ||
         runs->tensor[last] != tensor || runs->left_out[last] != left_out || runs->gap[last] != gap ||
-        runs->index[last] != index) {
+        !rectangle_equals(runs->place[last], place)) {
         ENSURE(runs->num_runs < OPTIMIZER_MAX_RUNS, "the rates change more than %d times in a slice: fewer "
                "--param-group", OPTIMIZER_MAX_RUNS);
         const int i = runs->num_runs++;
@@ -351,7 +352,7 @@ static void runs_extend(OptimizerRuns* runs, size_t end, float weight_decay, flo
         runs->tensor[i] = tensor;
         runs->left_out[i] = left_out;
         runs->gap[i] = gap;
-        runs->index[i] = index;
+        runs->place[i] = place;
     }
     runs->end[runs->num_runs - 1] = end;
 }
@@ -396,9 +397,9 @@ template <class R> static inline void optimizer_element(float* p, float* grad, f
     if (R::READS_PARAM) p[i] = new_p;
 }
 
-/* n <= VALUES_PIECE elements of one run from the arrays' first on; the first is number `index` of all parameters. */
+/* n <= VALUES_PIECE elements of one run from the arrays' first on, those of `place` among all parameters. */
 template <class R> static void optimizer_piece_cpu(const OptimizerArrays& a, size_t n, typename R::Factors f,
-                                                   uint64_t key, uint64_t index)
+                                                   uint64_t key, Rectangle place)
 {
     constexpr unsigned STATES = STATES_READ<R>;
     float bufs[MAX_STATES + 2][VALUES_PIECE];
@@ -410,8 +411,12 @@ template <class R> static void optimizer_piece_cpu(const OptimizerArrays& a, siz
         if (STATES >> k & 1) states[k] = values_get(a.states[k], 0, n, bufs[2 + k]);
     #pragma omp simd
     for (size_t i = 0; i < n; i++) optimizer_element<R>(p, grad, states, i, f);
-    random[0] = random_bits(key, index);
-    for (size_t i = 1; i < (rounds_at_random(a) ? n : 0); i++) random[i] = random_bits(key, index + i);
+    random[0] = 0;
+    for (size_t i = 0, in_row; i < (rounds_at_random(a) ? n : 0); i += in_row) {
+        const size_t index = element_index(place, i);
+        in_row = elements_in_row(place, i, n - i);
+        for (size_t k = 0; k < in_row; k++) random[i + k] = random_bits(key, index + k);
+    }
     if (R::WRITES_GRAD) values_put(a.grad, 0, n, grad);
     if (R::READS_PARAM) values_put_random(a.master, 0, n, p, random, 0);
     #pragma omp simd
@@ -431,14 +436,14 @@ template <class R> static void optimizer_update_cpu(const OptimizerArrays& a, co
     const uint64_t key = random_key(config.seed, state);
     for (int run = 0; run < runs->num_runs; run++) {
         const size_t first = run > 0 ? runs->end[run - 1] : 0, end = runs->end[run], gap = runs->gap[run];
-        const uint64_t index = runs->index[run];
         if (runs->left_out[run]) continue;
         const typename R::Factors f = run_factors<R>(*runs, run, config, sums, state);
         #pragma omp parallel for schedule(static)
         for (size_t i = first; i < end; i += VALUES_PIECE) {
             OptimizerArrays piece = optimizer_arrays_from(a, i);
             piece.states[GAPPED_STATE] = values_from(a.states[GAPPED_STATE], i - gap);
-            optimizer_piece_cpu<R>(piece, end - i < VALUES_PIECE ? end - i : VALUES_PIECE, f, key, index + i);
+            optimizer_piece_cpu<R>(piece, end - i < VALUES_PIECE ? end - i : VALUES_PIECE, f, key,
+                                   rectangle_from(runs->place[run], i));
         }
     }
 }
@@ -492,6 +497,7 @@ optimizer_kernel(OptimizerArrays a, OptimizerRuns runs, OptimizerConfig config, 
         const Values gapped = optimizer_gapped(a, runs.gap[run]);
         float p[W] = {}, g[W] = {}, s[MAX_STATES][W] = {};
         uint64_t random[W] = {};
+        Element e = at_random ? element_at(runs.place[run], i) : Element{};
         if constexpr (R::READS_PARAM) values_load(p, a.master, i);
         if constexpr (R::READS_GRAD) values_load(g, a.grad, i);
 #pragma unroll
@@ -505,7 +511,8 @@ optimizer_kernel(OptimizerArrays a, OptimizerRuns runs, OptimizerConfig config, 
             p[w] = R::element(p[w], &g[w], of_element, f);
 #pragma unroll
             for (int k = 0; k < MAX_STATES; k++) s[k][w] = of_element[k];
-            if (at_random) random[w] = random_bits(key, runs.index[run] + i + w);
+            if (at_random) random[w] = random_bits(key, e.index);
+            element_next(runs.place[run], &e);
         }
 #pragma unroll
         for (int k = 0; k < MAX_STATES; k++) {
@@ -523,7 +530,7 @@ optimizer_kernel(OptimizerArrays a, OptimizerRuns runs, OptimizerConfig config, 
             for (; runs.end[run] <= i; run++) f = factors[run + 1];
             if (runs.left_out[run]) continue;
             const Values gapped = optimizer_gapped(a, runs.gap[run]);
-            const uint64_t random = at_random ? random_bits(key, runs.index[run] + i) : 0;
+            const uint64_t random = at_random ? random_bits(key, element_index(runs.place[run], i)) : 0;
             float g = R::READS_GRAD ? value_load(a.grad, i) : 0.0f, s[MAX_STATES] = {};
 #pragma unroll
             for (int k = 0; k < MAX_STATES; k++)

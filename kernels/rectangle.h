@@ -2,6 +2,7 @@
  * index in the whole, so that they do not depend on how the matrix is cut and among how many ranks. */
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include "hostdev.h"
 
 /* Rows of `cols` elements, of which one begins every `stride` elements of the whole: a rectangle of a matrix, or the
@@ -9,19 +10,32 @@
  * rows. cols == stride: the elements follow one another in the whole, and skip is 0. */
 struct Rectangle { size_t first, skip, cols, stride; };
 
-/* Element i of the part is this element of the whole. */
-HOSTDEV size_t element_index(const Rectangle& r, size_t i)
+/* An element of the part: its index in the whole, and how many more follow it there in line. */
+struct Element { size_t index, num_more; };
+
+HOSTDEV Element element_at(const Rectangle& r, size_t i)
 {
-    if (r.cols == r.stride) return r.first + i;
-    const size_t own = r.skip + i;
-    return r.first + own / r.cols * r.stride + own % r.cols;
+    if (r.cols == r.stride) return Element{r.first + i, SIZE_MAX};
+    const size_t row = (r.skip + i) / r.cols, col = r.skip + i - row * r.cols;
+    return Element{r.first + row * r.stride + col, r.cols - 1 - col};
 }
+
+/* The next one, without a division. */
+HOSTDEV void element_next(const Rectangle& r, Element* e)
+{
+    const bool ends = e->num_more == 0;
+    e->index += ends ? r.stride - r.cols + 1 : 1;
+    e->num_more = ends ? r.cols - 1 : e->num_more - 1;
+}
+
+/* Element i of the part is this element of the whole. */
+HOSTDEV size_t element_index(const Rectangle& r, size_t i) { return element_at(r, i).index; }
 
 /* How many of `count` elements from i on follow one another in the whole. */
 static inline size_t elements_in_row(const Rectangle& r, size_t i, size_t count)
 {
-    const size_t left = r.cols == r.stride ? count : r.cols - (r.skip + i) % r.cols;
-    return left < count ? left : count;
+    const size_t num_more = element_at(r, i).num_more;
+    return num_more < count ? num_more + 1 : count;
 }
 
 /* The part from its element i on. */
@@ -29,6 +43,11 @@ static inline Rectangle rectangle_from(Rectangle r, size_t i)
 {
     (r.cols == r.stride ? r.first : r.skip) += i;
     return r;
+}
+
+static inline bool rectangle_equals(const Rectangle& a, const Rectangle& b)
+{
+    return a.first == b.first && a.skip == b.skip && a.cols == b.cols && a.stride == b.stride;
 }
 
 static inline Rectangle rectangle_in_line(size_t first) { return Rectangle{first, 0, 1, 1}; }

@@ -283,7 +283,7 @@ def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "state.json"}
 
 
-@pytest.mark.parametrize("flags", [[]], ids=["fp32"])
+@pytest.mark.parametrize("flags", [[], ["--state-dtype", "bf16"]], ids=["fp32", "bf16-states"])
 def test_layouts(tmp_path, layouts, flags):
     """A checkpoint of one layout resumes in another: initial weights, states after each load and step and files have
     the bits of a run of one rank, also where states are rounded stochastically."""

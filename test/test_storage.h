@@ -8,8 +8,8 @@ template <class S, class G> static void adamw_storage_run(OpRun* run, Dtype mast
 {
     const size_t n = (size_t)run->dims[0], shift = (size_t)run->dims[1], whole = n + shift;
     OptimizerRuns runs = {};
-    if (n > 3) runs_extend(&runs, n / 2 + 1, 0.1f, 1.0f, -1, false, 0, 77);
-    runs_extend(&runs, n, 0.1f, 1.0f, -1, false, 0, 78);
+    if (n > 3) runs_extend(&runs, n / 2 + 1, 0.1f, 1.0f, -1, false, 0, rectangle_in_line(77));
+    runs_extend(&runs, n, 0.1f, 1.0f, -1, false, 0, rectangle_in_line(78));
     OpTensor<floatX> param = op_inout<floatX>(run, "param", whole, 0.0, 0.02);
     OpTensor<S> m = op_inout<S>(run, "m", whole, 0.0, 1e-3), v = op_inout<S>(run, "v", whole, 1e-3, 2e-4);
     OpTensor<G> grad = op_input<G>(run, "grad", whole, 0.0, 0.05);
@@ -106,6 +106,65 @@ static void adamw_split_test(OpRun* run)
     op_check_value(run, "different from the fp32 master's", num_different, 0.0, 0.0);
 }
 
+/* A matrix whose states, and weights without a master, are rounded stochastically, and its left and right columns as
+ * two parts of it: the same bits. dims: rows, columns, of which the left part has, elements before the matrix. */
+static void adamw_whole_and_parts(const OptimizerArrays (&a)[3], const size_t (&cols)[3], size_t rows, size_t first,
+                                  const StepState* state)
+{
+    for (int k = 0; k < 3; k++) {
+        OptimizerRuns runs = {};
+        Rectangle place = {first + (k == 2 ? cols[1] : 0), 0, cols[k], cols[0]};
+        if (k == 0) place = rectangle_in_line(first);
+        runs_extend(&runs, rows * cols[k] / 2 + 1, 0.1f, 1.0f, -1, false, 0, place);      // ends within a row
+        runs_extend(&runs, rows * cols[k], 0.1f, 1.0f, 0, false, 0, place);
+        optimizer_update<Adamw>(a[k], &runs, optimizer_test_config(1e-8f), nullptr, state, 0);
+    }
+}
+
+static void adamw_parts_test(OpRun* run)
+{
+    typedef __nv_bfloat16 S;
+    const size_t rows = (size_t)run->dims[0], cols[3] = {(size_t)run->dims[1], (size_t)run->dims[2],
+                                                         (size_t)(run->dims[1] - run->dims[2])};
+    static const char* const names[3][4] = {{"param", "m", "v", "grad"},
+                                            {"left param", "left m", "left v", "left grad"},
+                                            {"right param", "right m", "right v", "right grad"}};
+    static const size_t elem_bytes[4] = {sizeof(floatX), sizeof(S), sizeof(S), sizeof(float)};
+    const size_t n = rows * cols[0];
+    char* whole[4] = {(char*)op_inout<floatX>(run, names[0][0], n, 0.0, 0.02).dev,
+                      (char*)op_inout<S>(run, names[0][1], n, 0.0, 1e-3).dev,
+                      (char*)op_inout<S>(run, names[0][2], n, 1e-3, 2e-4).dev,
+                      (char*)op_inout<float>(run, names[0][3], n, 0.0, 0.05).dev};
+    OptimizerArrays a[3];
+    for (int k = 0; k < 3; k++) {
+        void* at[4];
+        for (int i = 0; i < 4; i++) {
+            const size_t row_bytes = cols[k] * elem_bytes[i], left = k == 2 ? cols[1] * elem_bytes[i] : 0;
+            const char* from = (const char*)op_start_bytes(run, names[0][i]);
+            char* part = (char*)op_host(run, rows * cols[k]);                  // of doubles: room enough
+            for (size_t row = 0; row < rows; row++)
+                memcpy(part + row * row_bytes, from + row * cols[0] * elem_bytes[i] + left, row_bytes);
+            at[i] = k == 0 ? whole[i] : (char*)op_bytes(run, names[k][i], OpKind::INOUT, part, rows * row_bytes);
+        }
+        a[k] = {(floatX*)at[0], {at[0], FLOATX_DTYPE, nullptr}, values_of((float*)at[3]),
+                {{at[1], Dtype::BF16, nullptr}, {at[2], Dtype::BF16, nullptr}}};
+    }
+    const StepState s = optimizer_test_state(false);
+    const StepState* state = (const StepState*)op_bytes(run, "state", OpKind::INPUT, &s, sizeof s);
+    OP_RUN(run, 0, 0, adamw_whole_and_parts(a, cols, rows, (size_t)run->dims[3], state));
+    double num_different = 0;
+    for (int k = 1; k < 3; k++)
+        for (int i = 0; i < 3; i++) {
+            const size_t row_bytes = cols[k] * elem_bytes[i], left = k == 2 ? cols[1] * elem_bytes[i] : 0;
+            const char* truth = (const char*)op_result(run, names[0][i]);
+            const char* ours = (const char*)op_result(run, names[k][i]);
+            for (size_t row = 0; row < rows; row++)
+                num_different += memcmp(ours + row * row_bytes, truth + row * cols[0] * elem_bytes[i] + left,
+                                        row_bytes) != 0;
+        }
+    op_check_value(run, "rows different from the whole's", num_different, 0.0, 0.0);
+}
+
 static const OpTest storage_tests[] = {
     {"adamw_storage", adamw_storage_test, {1000, 0, (int)Dtype::FP32, 1, 0}, OpWhen::ALWAYS},
     {"adamw_storage", adamw_storage_test, {1037, 0, (int)Dtype::SPLIT, 0, 0}, OpWhen::ALWAYS},
@@ -114,6 +173,8 @@ static const OpTest storage_tests[] = {
     {"adamw_storage", adamw_storage_test, {4099, 1, (int)Dtype::BF16, 1, 0}, OpWhen::ALWAYS},
     {"adamw_storage", adamw_storage_test, {1, 0, (int)Dtype::BF16, 1, 1}, OpWhen::ALWAYS},
     {"adamw_split", adamw_split_test, {4099}, OpWhen::ALWAYS},
+    {"adamw_parts", adamw_parts_test, {24, 96, 32, 1000}, OpWhen::ALWAYS},
+    {"adamw_parts", adamw_parts_test, {301, 9, 2, 7}, OpWhen::ALWAYS},
     {"adamw_storage", adamw_storage_test, {124 * 1000 * 1000, 0, (int)Dtype::SPLIT, 0, 0}, OpWhen::BENCH},
     {"adamw_storage", adamw_storage_test, {124 * 1000 * 1000, 0, (int)Dtype::BF16, 1, 0}, OpWhen::BENCH},
 };

@@ -40,7 +40,7 @@ static OptimizerRuns unit_runs(const Zero* z, int u, Range range, bool hidden_on
             runs_extend(&runs, part.first + part.count - range.first, tensor->weight_decay, tensor->lr_factor,
                         norms ? tensor->whole : -1, matrices && tensor->hidden != hidden_ones,
                         zero_gap(z, u, part.first),
-                        tensor->fp32 ? 0 : tensor->logical_first + tensor_rectangle(tensor, range.first).first);
+                        tensor->fp32 ? rectangle_in_line(0) : tensor_logical(tensor, range.first));
     }
     return runs;
 }
