@@ -31,6 +31,25 @@
 #endif
 void RUN_ALL(const Flags* f, Comm* comm);
 
+/* --verbose: the communication volume of rank 0, and of each of its groups. */
+static void say_sent(Run* run)
+{
+    const Group* groups[4];
+    const int num_groups = layout_groups(run, groups);
+    size_t sent = 0, asked = 0, in_steps = 0;
+    for (int i = 0; i < num_groups; i++) {
+        sent += group_sent_so_far(groups[i]);
+        asked += groups[i]->asked_bytes;
+        in_steps += groups[i]->step_bytes;
+    }
+    SAY("sent    communication volume of rank 0: %zu bytes, expected %zu; %zu in steps, planned per step %zu%s\n", sent,
+        asked, in_steps, sent_bytes_per_step(run), run->batch_ramp.steps > 0 ? " at the end of the ramp" : "");
+    for (int i = 0; i < num_groups && num_groups > 1; i++)
+        SAY("sent   %s: %zu bytes, expected %zu; %zu in steps, planned per step %zu\n",
+            groups[i]->words[0] ? groups[i]->words : " to all ranks", group_sent_so_far(groups[i]),
+            groups[i]->asked_bytes, groups[i]->step_bytes, group_sent_bytes(run, groups[i]));
+}
+
 // -------------------------------------------------------------------------------------------------------- the loop
 static void train(Run* run)
 {
@@ -84,10 +103,7 @@ static void train(Run* run)
         SAY("asked to end: stops after step %zu%s\n", run->step,
             f->out[0] ? ", which is saved" : "; nothing is saved without -o");
     if (!f->verbose) return;
-    if (run->comm.num_ranks > 1 && run->step > 0)
-        SAY("sent    communication volume of rank 0: %zu bytes, expected %zu; %zu in steps, planned per step %zu%s\n",
-            comm_sent_so_far(&run->comm), comm_asked_so_far(&run->comm), run->step_asked_bytes,
-            sent_bytes_per_step(run), run->batch_ramp.steps > 0 ? " at the end of the ramp" : "");
+    if (run->comm.num_ranks > 1 && run->step > 0) say_sent(run);
 #ifndef DEVICE_CUDA
     SAY("syncs   host synchronizations: %zu inside steps, %zu for a step's result, %zu others\n", run->step_waits,
         run->result_waits, comm_host_waits(&run->comm) - waits_before - run->step_waits - run->result_waits);

@@ -99,7 +99,7 @@
     REFUSED("--lr-warmup-fraction",         "is a count of steps here: give --warmup") \
     REFUSED("--eval-iters",                 "counts global batches; --eval-batches counts micro-batches of all ranks") \
     REFUSED("--recompute-granularity",      "is -r here: full is -r block, or -r K for K blocks at a time; what selective recomputes is never stored") \
-    REFUSED("--tensor-model-parallel-size", FLAG_NOT_YET) \
+    ALIAS("--tensor-model-parallel-size",   tp,           nullptr) \
     REFUSED("--pipeline-model-parallel-size", FLAG_NOT_YET) \
     /* ---- llm.c's letters, where they are free */ \
     ALIAS("-e",                             model,        nullptr) \
@@ -119,7 +119,6 @@
     REFUSED("--init-from",                  "is -m here, a preset or a folder; to resume, --resume auto") \
     REFUSED("--batch-size",                 "means the batch of a rank in some programs and that of all in others: give -b or --batch") \
     /* ---- of the design, not built */ \
-    REFUSED("--tp",                         FLAG_NOT_YET) \
     REFUSED("--pp",                         FLAG_NOT_YET) \
     REFUSED("--sp",                         FLAG_NOT_YET) \
     REFUSED("--offload-dir",                FLAG_NOT_YET)

@@ -65,6 +65,7 @@ enum FlagIs {
     F(TEXT,   seq_ramp,      0,   "",        0, 0, SHAPES, "FROM:STEPS: of each sequence the first FROM tokens are used, growing over the first steps by 8") \
     HEADING(zero, "ZeRO and communication") \
     F(INT,    zero,          'z', 0,         0, 3, 0, "ZeRO stage: 0 nothing sharded, 1 optimizer states, 2 and gradients, 3 and parameters") \
+    F(INT,    tp,            0,   1,         1, 1024, 0, "tensor parallelism: so many neighbouring ranks share each matrix of a replica of the model; ZeRO shards over the replicas") \
     F(INT,    persist_below, 0,   0,         0, INT64_MAX, 0, "stage 3: units (blocks) of fewer elements keep their parameters whole (parameter persistence)") \
     F(INT,    reduce_bucket, 0,   0,         0, INT64_MAX, 0, "gradients are reduced in buckets of whole units of at most so many elements; 0 = unit by unit") \
     F(INT,    gather_bucket, 0,   0,         0, INT64_MAX, 0, "parameters are all-gathered in buckets of whole units of at most so many elements; 0 = unit by unit") \

@@ -7,7 +7,8 @@
  *        vocabulary counts, and so does recomputation.
  * bytes  what each operand and result takes, once: the cost line of the operation's header. Left out are what all rows
  *        share (weights of norms, biases, the table of rotary embedding) and what is small beside a row (statistics).
- * Collectives are not here: zero_sent_bytes has their bytes. */
+ * Collectives are not here: zero_sent_bytes has their bytes. Those of tensor parallelism are counted (TpSent), and
+ * model_sent_bytes has their bytes: they are enqueued by what is walked here. */
 #pragma once
 #include "passes.cuh"
 #include "zero/account.h"
@@ -23,7 +24,11 @@ typedef struct Cost {
     double calls, flops, bytes;
 } Cost;
 
-typedef struct Costs { Cost costs[96]; int num_costs; } Costs;
+/* Collectives of tensor parallelism in a step: of the residual stream's rows, of key/value heads that ranks share, and
+ * rows of logits. */
+typedef struct TpSent { double streams, heads, logit_rows; } TpSent;
+
+typedef struct Costs { Cost costs[96]; int num_costs; TpSent tp; } Costs;
 
 /* Where in the step we are: what is added counts `times`. */
 typedef struct CostWalk {
@@ -32,7 +37,7 @@ typedef struct CostWalk {
     int capability;           // of the GPU: matmul_fuses_act
     Part part;
     double times;
-    size_t N;                 // rows of a micro-step
+    size_t N, own;            // rows of a micro-step, and of the residual stream
 } CostWalk;
 
 static constexpr double ELEM = sizeof(floatX);
@@ -65,6 +70,23 @@ static void cost_product(CostWalk* w, const char* op, const char* product, doubl
     c->cols = (int)cols;
 }
 
+/* stream_gather or stream_scatter. */
+static void cost_stream(CostWalk* w) { w->out->tp.streams += w->m->config.tp > 1 ? w->times : 0; }
+
+/* kv_gather, kv_scatter. */
+static void cost_kv(CostWalk* w)
+{
+    const Config* c = &w->m->config;
+    if (c->kv_ranks == 1) return;
+    const double N = (double)w->N, kv = 2 * (double)config_dim(c, Dim::KV), times = w->times;
+    w->out->tp.heads += times;
+    cost_add(w, "columns_copy", 0, ELEM * 2 * N * (double)config_dim(c, Dim::Q));
+    cost_add(w, "columns_copy", 0, ELEM * 2 * N * kv);
+    w->times = times * 2 * c->kv_ranks;
+    cost_add(w, "columns_copy", 0, ELEM * N * kv);
+    w->times = times;
+}
+
 // ------------------------------------------------------------------------------------------------- parts of a block
 static void cost_linear_forward(CostWalk* w, const char* product, double N, double IC, double OC)
 {
@@ -92,7 +114,7 @@ static void cost_linear_backward_weight(CostWalk* w, const char* product, Row ro
 {
     const int unit = unit_block(&w->m->config, 0);
     cost_backward_weight(w, product, N, IC, OC, cost_adds(w, unit, row));
-    if (unit_tensor(&w->m->shard, unit, row + 1) != nullptr)
+    if (has_bias(w->m, row) && unit_tensor(&w->m->shard, unit, row + 1) != nullptr)
         cost_add(w, "matmul_backward_bias", 0, ELEM * N * OC);
 }
 
@@ -122,17 +144,18 @@ static const char* const* norm_ops(const CostWalk* w)
 
 static void cost_norm_forward(CostWalk* w, bool adds)
 {
-    cost_add(w, norm_ops(w)[adds], 0, ELEM * (adds ? 4 : 2) * (double)w->N * w->m->config.C);
+    cost_add(w, norm_ops(w)[adds], 0, ELEM * (adds ? 4 : 2) * (double)w->own * w->m->config.C);
 }
 
 static void cost_norm_backward(CostWalk* w)
 {
-    cost_add(w, norm_ops(w)[2], 0, ELEM * 4 * (double)w->N * w->m->config.C);
+    cost_stream(w);
+    cost_add(w, norm_ops(w)[2], 0, ELEM * 4 * (double)w->own * w->m->config.C);
 }
 
 static void cost_drop(CostWalk* w)
 {
-    if (w->m->dropout > 0) cost_add(w, "dropout", 0, ELEM * 2 * (double)w->N * w->m->config.C);
+    if (w->m->dropout > 0) cost_add(w, "dropout", 0, ELEM * 2 * (double)w->own * w->m->config.C);
 }
 
 static void cost_heads_forward(CostWalk* w)
@@ -155,9 +178,12 @@ static void cost_attention_part(CostWalk* w)
 {
     const Config* c = &w->m->config;
     double N = (double)w->N, Q = (double)config_dim(c, Dim::Q), QKV = (double)config_dim(c, Dim::QKV);
+    cost_stream(w);
     cost_linear_forward(w, "qkv", N, c->C, QKV);
+    cost_kv(w);
     cost_heads_forward(w);
-    cost_add(w, "attention_forward", 2 * N * Q * (w->m->T + 1), ELEM * N * (QKV + Q) + 4 * N * c->NH);
+    cost_add(w, "attention_forward", 2 * N * Q * (w->m->T + 1),
+             ELEM * N * ((double)heads_width(c) + Q) + 4 * N * c->NH);
 }
 
 static void cost_swiglu_forward(CostWalk* w)
@@ -176,6 +202,7 @@ static void cost_mlp_part(CostWalk* w)
 {
     const Config* c = &w->m->config;
     double N = (double)w->N, C = c->C, F = c->F, fused = cost_fused_elems(w);
+    cost_stream(w);
     if (is_gated(c)) {
         cost_linear_forward(w, "fc", N, C, fc_width(c));
         cost_swiglu_forward(w);
@@ -191,10 +218,12 @@ static void cost_block_forward(CostWalk* w, bool input_is_there)
     cost_norm_forward(w, !input_is_there);
     cost_attention_part(w);
     cost_linear_forward(w, "attproj", (double)w->N, (double)config_dim(c, Dim::Q), c->C);
+    cost_stream(w);
     cost_drop(w);
     cost_norm_forward(w, true);
     cost_mlp_part(w);
     cost_linear_forward(w, "fcproj", (double)w->N, c->F, c->C);
+    cost_stream(w);
     cost_drop(w);
 }
 
@@ -215,6 +244,7 @@ static void cost_block_backward(CostWalk* w)
     double N = (double)w->N, C = c->C, F = c->F, Q = (double)config_dim(c, Dim::Q);
     double QKV = (double)config_dim(c, Dim::QKV), fused = cost_fused_elems(w);
     cost_drop(w);
+    cost_stream(w);
     cost_linear_backward_weight(w, "fcproj", FCPROJ_WEIGHT, N, F, C);
     if (is_gated(c)) {
         cost_backward_input(w, "fcproj", N, F, C, false);
@@ -223,12 +253,17 @@ static void cost_block_backward(CostWalk* w)
         cost_product(w, "matmul_backward_input_act", "fcproj", N, C, F, ELEM * (N * C + C * F + N * F + fused));
         if (fused == 0) cost_add(w, "activation_backward", 0, ELEM * 3 * N * F);
     }
+    cost_stream(w);
     cost_linear_backward(w, "fc", FC_WEIGHT, N, C, fc_width(c));
     cost_norm_backward(w);
     cost_drop(w);
+    cost_stream(w);
     cost_linear_backward(w, "attproj", PROJ_WEIGHT, N, Q, C);
-    cost_add(w, "attention_backward", 5 * N * Q * (w->m->T + 1), ELEM * 2 * N * (QKV + Q) + 4 * N * c->NH);
+    cost_add(w, "attention_backward", 5 * N * Q * (w->m->T + 1),
+             ELEM * 2 * N * ((double)heads_width(c) + Q) + 4 * N * c->NH);
     cost_heads_backward(w);
+    cost_kv(w);
+    cost_stream(w);
     cost_linear_backward(w, "qkv", QKV_WEIGHT, N, C, QKV);
     cost_norm_backward(w);
 }
@@ -254,6 +289,13 @@ static void cost_head_weight(CostWalk* w, Chunks chunks, bool has_first, int uni
     cost_backward_weight(w, "head", chunks.rows, w->m->config.C, VP, adds);
 }
 
+/* parts_merge. */
+static void cost_parts_merge(CostWalk* w, double rows)
+{
+    w->out->tp.logit_rows += w->times * rows;
+    cost_add(w, "classifier_merge", 0, classifier_merge_bytes(rows, w->m->config.tp));
+}
+
 /* The head as head_loss goes about it. */
 static void cost_head(CostWalk* w)
 {
@@ -267,7 +309,13 @@ static void cost_head(CostWalk* w)
         w->times = times * chunks.count;
         w->part = Part::FORWARD;
         cost_linear_forward(w, "head", rows, C, VP);
-        cost_add(w, "classifier", 0, ELEM * 2 * rows * VP);
+        if (c->tp == 1) {
+            cost_add(w, "classifier", 0, ELEM * 2 * rows * VP);
+        } else {
+            cost_add(w, "classifier_piece_forward", 0, ELEM * rows * VP);
+            cost_parts_merge(w, rows);
+            cost_add(w, "classifier_piece_backward", 0, ELEM * 2 * rows * VP);
+        }
         w->part = Part::BACKWARD;
         cost_backward_input(w, "head", rows, C, VP, false);
         cost_head_weight(w, chunks, &chunks == first_kind(&both), unit, row, VP);
@@ -295,11 +343,13 @@ static void cost_head_chunked(CostWalk* w)
             cost_linear_forward(w, "head", rows, C, VP);
             w->part = Part::BACKWARD;
             cost_add(w, "classifier_piece_backward", 0, ELEM * 2 * rows * VP);
-            cost_backward_input(w, "head", rows, C, VP, !piece.last);
+            cost_backward_input(w, "head", rows, C, VP, index < c->num_pieces - 1);
             cost_head_weight(w, chunks, &chunks == first_kind(&both), unit_lm_head(c, index), LM_HEAD, VP);
         }
     }
     w->times = times;
+    w->part = Part::FORWARD;
+    if (c->tp > 1) cost_parts_merge(w, (double)w->N);
 }
 
 /* `add` for as many as there are. */
@@ -324,24 +374,29 @@ static void cost_micro(CostWalk* w)
     double segments = 0, restored = m->recompute == Recompute::BLOCKS ? 0 : c->L - 1;
     for (int layer = 0; layer < c->L; layer++) segments += recomputes_segment(m, layer);
     w->part = Part::FORWARD;
+    if (c->tp > 1) cost_add(w, "cudaMemsetAsync", 0, ELEM * N * C);
     for (int piece = 0; piece < (m->chunks_vocab ? c->num_pieces : 1); piece++)
-        cost_add(w, "embedding_rows", 0, ELEM * 2 * N * C * (m->chunks_vocab ? piece_tokens(c, piece).share : 1));
+        cost_add(w, "embedding_rows", 0,
+                 ELEM * 2 * N * C * (m->chunks_vocab ? piece_tokens(c, piece) : own_tokens(c)).share);
+    cost_stream(w);
     cost_drop(w);
     cost_times(w, Part::FORWARD, 1, cost_first_block);
     cost_times(w, Part::FORWARD, c->L - 1, cost_next_block);
     cost_norm_forward(w, true);
+    cost_stream(w);
     if (m->chunks_vocab) cost_head_chunked(w);
     else cost_head(w);
     w->part = Part::FORWARD;
-    cost_add(w, "loss_accumulate", 0, 8 * N);
+    cost_add(w, "loss_accumulate", 0, 8 * (double)w->own);
     w->part = Part::BACKWARD;
-    cost_add(w, "cudaMemsetAsync", 0, ELEM * N * C);
+    cost_add(w, "cudaMemsetAsync", 0, ELEM * (double)w->own * C);
     cost_norm_backward(w);
     cost_times(w, Part::RECOMPUTE, segments, cost_first_block);
     cost_times(w, Part::RECOMPUTE, segments * (m->segment_layers - 1), cost_next_block);
     cost_times(w, Part::RECOMPUTE, restored, cost_block_restore);
     cost_times(w, Part::BACKWARD, c->L, cost_block_backward);
     cost_drop(w);
+    cost_stream(w);
     for (int piece = 0; piece < c->num_pieces; piece++)
         cost_add(w, "embedding_backward", 0, embedding_backward_bytes(config_has(c, WPE), m->B, m->T, C,
                                                                       piece_tokens(c, piece)));
@@ -479,10 +534,27 @@ static void cost_update(CostWalk* w)
 static void step_cost(Costs* out, const Model* m, int capability)
 {
     *out = Costs{};
-    CostWalk walk = {out, m, capability, Part::FORWARD, (double)m->zero->num_micro_steps, (size_t)m->B * m->T};
+    const size_t N = (size_t)m->B * m->T;
+    CostWalk walk = {out, m, capability, Part::FORWARD, (double)m->zero->num_micro_steps, N,
+                     own_rows(&m->config, N)};
     cost_micro(&walk);
     cost_gradients(&walk);
     cost_update(&walk);
+}
+
+/* Bytes that this rank sends in a step to the ranks of tensor parallelism, or to those of them that share its key/value
+ * heads. */
+static size_t model_sent_bytes(const Model* m, bool of_heads)
+{
+    const Config* c = &m->config;
+    if (c->tp == 1 || (of_heads && c->kv_ranks == 1)) return 0;
+    Costs costs;
+    step_cost(&costs, m, 0);
+    const size_t N = (size_t)m->B * m->T, row_bytes = 2 * sizeof(float) + sizeof(double);
+    if (of_heads)
+        return (size_t)costs.tp.heads * comm_scatter_bytes(m->kv, N * 2 * config_dim(c, Dim::KV), sizeof(floatX));
+    return (size_t)costs.tp.streams * comm_scatter_bytes(m->tp, own_rows(c, N) * c->C, sizeof(floatX)) +
+           comm_scatter_bytes(m->tp, (size_t)costs.tp.logit_rows, row_bytes);
 }
 
 /* All of a part; null: of all. */

@@ -52,20 +52,22 @@ static void decoder_plan(Decoder* d, Model* m, Plan* plan, int num_slots, int T)
     d->T = m->T = T;
     m->B = 1;
     d->rows = decoder_padded(num_slots > DECODER_ROWS ? num_slots : DECODER_ROWS);
-    size_t R = d->rows, C = c->C, cache = (size_t)c->L * num_slots * T * config_dim(c, Dim::KV);
+    const size_t N = d->rows, own = own_rows(c, N), C = c->C;
+    const size_t cache = (size_t)c->L * num_slots * T * c->NKV * c->HS;
     const Place D = Place::DEVICE, H = Place::HOST;
     const char* label = "activations";
     for (floatX** p : {&d->keys, &d->values}) plan_add(plan, "key/value cache", D, p, cache);
-#define DECODER_PLAN(type, name, columns, kept) plan_add(plan, label, D, &d->block.name, layer_elems(R, columns));
+#define DECODER_PLAN(type, name, rows, columns, kept) \
+    plan_add(plan, label, D, &d->block.name, layer_elems(rows, columns));
     BLOCK_ACTIVATIONS(DECODER_PLAN)
 #undef DECODER_PLAN
-    for (floatX** p : {&m->branch, &m->residual_f}) plan_add(plan, label, D, p, R * C);
-    plan_add(plan, label, D, &m->norm_f, 2 * R * C);                 // the head's padding may stick out
-    for (float** p : {&m->norm_f_mean, &m->norm_f_rstd}) plan_add(plan, label, D, p, R);
+    for (floatX** p : {&m->branch, &m->residual_f}) plan_add(plan, label, D, p, own * C);
+    plan_add(plan, label, D, &m->norm_f, 2 * own * C);                 // the head's padding may stick out
+    for (float** p : {&m->norm_f_mean, &m->norm_f_rstd}) plan_add(plan, label, D, p, own);
     if (is_rotary(c)) plan_add(plan, "rotary table", D, &m->rope, (size_t)T * c->HS);
     plan_add(plan, "logits", D, &m->logits, (size_t)decoder_padded(num_slots) * c->VP);
-    for (int** p : {&m->tokens, &d->slots, &d->positions}) plan_add(plan, "tokens", D, p, R);
-    for (int** p : {&d->h_tokens, &d->h_slots, &d->h_positions}) plan_add(plan, "tokens", H, p, R);
+    for (int** p : {&m->tokens, &d->slots, &d->positions}) plan_add(plan, "tokens", D, p, N);
+    for (int** p : {&d->h_tokens, &d->h_slots, &d->h_positions}) plan_add(plan, "tokens", H, p, N);
     plan_add(plan, "logits", H, &d->h_logits, (size_t)num_slots * c->VP);
 }
 
@@ -85,14 +87,15 @@ static void decoder_step(Decoder* d, int N, const int* wanted, int num_wanted)
     Block a = d->block;
     a.below = a.residual;
     a.branch = nullptr;
-    embed_forward(m, a.residual, d->positions, N, 1);
+    const Rows rows = {N, decoder_padded(N)};
+    embed_forward(m, a.residual, d->positions, rows, 1);
     for (int layer = 0; layer < c->L; layer++) {
         zero_params_begin(m->zero, unit_block(c, layer));
-        block_forward(m, layer, &a, &at, Rows{N, decoder_padded(N)});
+        block_forward(m, layer, &a, &at, rows);
         a.below = a.residual_2;
         a.branch = m->branch;
     }
-    final_norm(m, a.below, N);
+    final_norm(m, a.below, rows);
     if (m->chunks_vocab) {
         head_rows_forward(m, wanted, num_wanted);
         CUDA_CHECK(cudaMemcpyAsync(d->h_logits, m->logits, (size_t)num_wanted * c->VP * sizeof(floatX),
@@ -100,7 +103,7 @@ static void decoder_step(Decoder* d, int N, const int* wanted, int num_wanted)
     }
     for (int i = m->chunks_vocab ? num_wanted : 0, run; i < num_wanted; i += run) {   // neighbouring rows go together
         for (run = 1; i + run < num_wanted && wanted[i + run] == wanted[i] + run; ) run++;
-        head_forward(m, wanted[i], decoder_padded(run));
+        head_forward(m, m->norm_f + (size_t)wanted[i] * c->C, decoder_padded(run));
         CUDA_CHECK(cudaMemcpyAsync(d->h_logits + (size_t)i * c->VP, m->logits, (size_t)run * c->VP * sizeof(floatX),
                                    cudaMemcpyDeviceToHost, stream));
     }
@@ -129,7 +132,7 @@ static void logits_of_context(Model* m, const int* ids, int num_ids, floatX* raw
     model_forward(m, 1, T);
     int last = T - 1;
     if (m->chunks_vocab) head_rows_forward(m, &last, 1);
-    else head_forward(m, last, 1);
+    else head_forward(m, m->norm_f + (size_t)last * m->config.C, 1);
     CUDA_CHECK(cudaMemcpyAsync(raw, m->logits, m->config.V * sizeof(floatX), cudaMemcpyDeviceToHost, stream));
 }
 

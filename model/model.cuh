@@ -6,6 +6,8 @@
  *   C  channels                              L   layers                     F   MLP width
  *   NH query heads   NKV key/value heads     HS  head size                  Q   query width, NH*HS
  *   V  vocabulary    VP  V padded to 64      R   ranks                      G   micro-steps
+ * With tensor parallelism (units.cuh) NH, NKV, F, Q and VP are those of one of its ranks, and of the N rows of the
+ * residual stream it has own_rows.
  * Gradients are d + name. Weights are stored as in the HF file; the head is (out, in) in all families.
  *
  * What is here: Model, its activations, and where its parameters and gradients are. units.cuh has its tensors,
@@ -14,6 +16,7 @@
 #include "kernels/attention.cuh"
 #include "kernels/attention_cached.cuh"
 #include "kernels/classifier.cuh"
+#include "kernels/columns.cuh"
 #include "kernels/dropout.cuh"
 #include "kernels/embedding.cuh"
 #include "kernels/layernorm.cuh"
@@ -36,35 +39,39 @@ enum class Recompute {
     BLOCKS,       // all but the input of every segment_layers-th block; that many blocks are recomputed at a time
 };
 
-/* The activations of a block, (N,columns) each: type, name, columns, and which layers have one of their own. Struct,
- * memory plan and model_block are made of these rows, and so is the decoder's block. */
+/* The activations of a block, (rows,columns) each, of N rows or of the own ones of the residual stream: type, name,
+ * rows, columns, and which layers have one of their own. Struct, memory plan and model_block are made of these lines,
+ * and so is the decoder's block. */
 #define BLOCK_ACTIVATIONS(A) \
-    A(floatX, residual, c->C, kept_inputs(m, layer))                   /* input of the block, after the sum */ \
-    A(float, norm_1_mean, c->norm == Norm::LAYER, kept_always(m, layer)) \
-    A(float, norm_1_rstd, 1, kept_always(m, layer)) \
-    A(floatX, norm_1, c->C, kept(m, layer, Recompute::CHEAP)) \
-    A(floatX, qkv_linear, c->qk_norm ? config_dim(c, Dim::QKV) : 0, kept(m, layer, Recompute::ATTENTION)) /* of the GEMM */ \
-    A(floatX, qkv, config_dim(c, Dim::QKV), kept(m, layer, c->qk_norm ? Recompute::CHEAP : Recompute::ATTENTION)) /* of attention */ \
-    A(floatX, att, config_dim(c, Dim::Q), kept(m, layer, Recompute::ATTENTION))     /* heads side by side */ \
-    A(float, att_lse, c->NH, kept(m, layer, Recompute::ATTENTION))     /* (B,NH,T) */ \
-    A(floatX, residual_2, c->C, kept(m, layer, Recompute::BLOCKS))     /* after attention */ \
-    A(float, norm_2_mean, c->norm == Norm::LAYER, kept_always(m, layer)) \
-    A(float, norm_2_rstd, 1, kept_always(m, layer)) \
-    A(floatX, norm_2, c->C, kept(m, layer, Recompute::CHEAP)) \
-    A(floatX, fc, fc_width(c), kept(m, layer, Recompute::MLP))         /* F wide, or gate and up side by side */ \
-    A(floatX, fc_act, c->F, kept(m, layer, is_gated(c) ? Recompute::CHEAP : Recompute::MLP))
+    A(floatX, residual, own, c->C, kept_inputs(m, layer))                   /* input of the block, after the sum */ \
+    A(float, norm_1_mean, own, c->norm == Norm::LAYER, kept_always(m, layer)) \
+    A(float, norm_1_rstd, own, 1, kept_always(m, layer)) \
+    A(floatX, norm_1, own, c->C, kept(m, layer, Recompute::CHEAP)) \
+    A(floatX, qkv_linear, N, c->qk_norm ? heads_width(c) : 0, kept(m, layer, Recompute::ATTENTION))   /* of the GEMM */ \
+    A(floatX, qkv, N, heads_width(c), kept(m, layer, c->qk_norm ? Recompute::CHEAP : Recompute::ATTENTION)) /* of attention */ \
+    A(floatX, att, N, config_dim(c, Dim::Q), kept(m, layer, Recompute::ATTENTION))     /* heads side by side */ \
+    A(float, att_lse, N, c->NH, kept(m, layer, Recompute::ATTENTION))     /* (B,NH,T) */ \
+    A(floatX, residual_2, own, c->C, kept(m, layer, Recompute::BLOCKS))     /* after attention */ \
+    A(float, norm_2_mean, own, c->norm == Norm::LAYER, kept_always(m, layer)) \
+    A(float, norm_2_rstd, own, 1, kept_always(m, layer)) \
+    A(floatX, norm_2, own, c->C, kept(m, layer, Recompute::CHEAP)) \
+    A(floatX, fc, N, fc_width(c), kept(m, layer, Recompute::MLP))         /* F wide, or gate and up side by side */ \
+    A(floatX, fc_act, N, c->F, kept(m, layer, is_gated(c) ? Recompute::CHEAP : Recompute::MLP))
 
 typedef struct Block {
-#define BLOCK_MEMBER(type, name, columns, kept) type* name;
+#define BLOCK_MEMBER(type, name, rows, columns, kept) type* name;
     BLOCK_ACTIVATIONS(BLOCK_MEMBER)
 #undef BLOCK_MEMBER
     const floatX *below, *branch;   // residual is below + branch, or, if that is null, already there
 } Block;
 
 typedef struct Model {
-    Config config;
+    Config config;            // of this rank
+    Config whole;             // of the files
     Shard shard;
     Zero* zero;
+    Group *tp, *kv;           // tensor parallelism: its ranks, and those of them with the same key/value heads
+    bool deterministic;       // their sums too
     bool chunks_vocab;         // stages 2-3: wte and head, or at stage 2 their gradients, are there piece by piece
     Recompute recompute;
     int segment_layers;       // BLOCKS
@@ -72,10 +79,10 @@ typedef struct Model {
     Offload inputs;
     int* visits;              // (num_visits) units in the order of their use in a micro-step
     int num_visits;
-    int B, T;                 // largest micro-batch; a call may use less
+    int B, T;                 // largest micro-batch of the replica; a call may use less
     double dropout, attention_dropout;   // probabilities; 0: the pass does not exist
     unsigned long long seed;  // of the masks
-    size_t first_sequence;    // of this rank's micro-batch, in the stream of data
+    size_t first_sequence;    // of this replica's micro-batch, in the stream of data
     bool drops;               // this is training
     int micro;                // the micro-step, of this step
     int given_head_rows;      // --head-rows; 0: head_chunk_rows decides
@@ -84,22 +91,26 @@ typedef struct Model {
     float* rope;              // (T,HS)    rotary: cosines and sines of every position
     Block blocks;             // of the first layer that has its own, the others behind it: model_block
     // one of each
-    floatX *branch;           // (N,C)     what a branch adds to the residual stream, until the next norm sums it
-    floatX *residual_f;       // (N,C)
-    floatX *norm_f;           // (N,C)
-    float  *norm_f_mean, *norm_f_rstd;   // (N)
+    floatX *branch;           // (own,C)   what a branch adds to the residual stream, until the next norm sums it
+    floatX *residual_f;       // (own,C)
+    floatX *norm_f;           // (own,C)
+    float  *norm_f_mean, *norm_f_rstd;   // (own)
+    floatX *stream;           // (N,C)     tensor parallelism: gathered from all ranks, or to be summed over them
+    floatX *qkv_part;         // (N,QKV)   kv_ranks > 1: what this rank's GEMM makes, or reads in the backward
+    floatX *kv_own, *kv_all;  // (N,2KV), (kv_ranks,N,2KV)   and keys and values of it, of all of these ranks
+    ClassifierRows parts;     // (tp,N)    tensor parallelism: what each rank's columns say about a row
     floatX *logits;           // (head_rows,VP), overwritten by dlogits
     float  *losses;           // (N)
-    float  *maxima;           // (N)       chunks_vocab: of the logits so far
+    float  *maxima;           // (N)       chunks_vocab, tensor parallelism: of the logits so far
     double *exp_sums;         // (N)       and the sum of their exponentials
     int *tokens, *targets;    // (B,T)
     // backward
-    floatX *dresidual;        // (N,C)     gradient of the residual stream, carried from block to block
-    floatX *dbranch;          // (N,C)     of a branch before its dropout; without dropout it is dresidual
+    floatX *dresidual;        // (own,C)   gradient of the residual stream, carried from block to block
+    floatX *dbranch;          // (own,C)   of a branch before its dropout; without dropout it is dresidual
     floatX *dnorm;            // (N,C or Q) of a norm's output, or of the attention's
     floatX *dfc;              // (N,FC)
     floatX *dfc_act;          // (N,F)     gated; else it is dfc
-    floatX *dqkv;             // (N,QKV)
+    floatX *dqkv;             // (N,heads_width)
     float  *scratch;          // largest any op asks for
 } Model;
 
@@ -108,6 +119,10 @@ static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
 static bool is_gated(const Config* c) { return c->mlp == Mlp::GATED; }
 static bool is_rotary(const Config* c) { return c->positions == Positions::ROTARY; }
 static int fc_width(const Config* c) { return (int)config_dim(c, Dim::GATE) + c->F; }
+
+/* Rows of the residual stream that this rank has, of N, and the first of them: every tp-th part. */
+static size_t own_rows(const Config* c, size_t N) { return N / c->tp; }
+static size_t first_own_row(const Config* c, size_t N) { return c->tp_rank * own_rows(c, N); }
 
 static size_t num_segments(const Model* m) { return ceil_div(m->config.L, m->segment_layers); }
 static bool starts_segment(const Model* m, int layer) { return layer % m->segment_layers == 0; }
@@ -144,9 +159,9 @@ static Kept kept_inputs(const Model* m, int layer)
 static Block model_block(const Model* m, int layer)
 {
     const Config* c = &m->config;
-    const size_t N = (size_t)m->B * m->T;
+    const size_t N = (size_t)m->B * m->T, own = own_rows(c, N);
     Block a = m->blocks;
-#define BLOCK_PLACE(type, name, columns, kept) a.name += (kept).index * layer_elems(N, columns);
+#define BLOCK_PLACE(type, name, rows, columns, kept) a.name += (kept).index * layer_elems(rows, columns);
     BLOCK_ACTIVATIONS(BLOCK_PLACE)
 #undef BLOCK_PLACE
     a.below = a.residual;
@@ -198,44 +213,68 @@ static size_t norm_scratch_elems(const Config* c)
     return rmsnorm_scratch_elems(c->C);
 }
 
+/* What tensor parallelism needs besides. */
+static void model_plan_tp(Model* m, Plan* plan, size_t N)
+{
+    const Config* c = &m->config;
+    const char* label = "activations of tensor parallelism";
+    const size_t QKV = config_dim(c, Dim::QKV), kv = c->kv_ranks > 1 ? 2 * config_dim(c, Dim::KV) : 0;
+    const Place D = Place::DEVICE;
+    const size_t num_parts = (size_t)c->tp * (m->chunks_vocab ? N : m->head_rows);
+    plan_add(plan, label, D, &m->stream, N * c->C);
+    for (float** p : {&m->parts.losses, &m->parts.maxima}) plan_add(plan, label, D, p, num_parts);
+    plan_add(plan, label, D, &m->parts.sums, num_parts);
+    plan_add(plan, label, D, &m->qkv_part, kv > 0 ? N * QKV : 0);
+    plan_add(plan, label, D, &m->kv_own, N * kv);
+    plan_add(plan, label, D, &m->kv_all, c->kv_ranks * N * kv);
+    if (!m->deterministic) return;
+    const char* pieces = "activations, pieces of all ranks";
+    plan_add_bytes(plan, pieces, D, N * c->C * sizeof(floatX), (void**)&m->tp->pieces);
+    if (kv > 0) plan_add_bytes(plan, pieces, D, c->kv_ranks * N * kv * sizeof(floatX), (void**)&m->kv->pieces);
+}
+
 /* Adds activations' rows to the plan. Without `training` only what a forward needs. */
 static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
 {
     const Config* c = &m->config;
     m->B = B;
     m->T = T;
-    size_t N = (size_t)B * T, C = c->C, F = c->F, FC = fc_width(c);
+    size_t N = (size_t)B * T, own = own_rows(c, N), C = c->C, F = c->F, FC = fc_width(c);
     size_t Q = config_dim(c, Dim::Q), QKV = config_dim(c, Dim::QKV);
+    const bool merges = m->chunks_vocab || c->tp > 1;
     m->head_rows = model_head_rows(m, N);
     const char* label = "activations";
     const Place D = Place::DEVICE;
     if (m->offloads)
-        offload_plan(&m->inputs, plan, "inputs of blocks", (int)num_segments(m), layer_elems(N, C) * sizeof(floatX));
+        offload_plan(&m->inputs, plan, "inputs of blocks", (int)num_segments(m),
+                     layer_elems(own, C) * sizeof(floatX));
     const int layer = 0;
-#define BLOCK_PLAN(type, name, columns, kept) \
-    plan_add(plan, label, D, &m->blocks.name, (kept).count * layer_elems(N, columns));
+#define BLOCK_PLAN(type, name, rows, columns, kept) \
+    plan_add(plan, label, D, &m->blocks.name, (kept).count * layer_elems(rows, columns));
     BLOCK_ACTIVATIONS(BLOCK_PLAN)
 #undef BLOCK_PLAN
-    for (floatX** p : {&m->branch, &m->residual_f, &m->norm_f}) plan_add(plan, label, D, p, N * C);
-    for (float** p : {&m->norm_f_rstd, &m->losses}) plan_add(plan, label, D, p, N);
-    plan_add(plan, label, D, &m->maxima, m->chunks_vocab ? N : 0);
-    plan_add(plan, label, D, &m->exp_sums, m->chunks_vocab ? N : 0);
+    for (floatX** p : {&m->branch, &m->residual_f, &m->norm_f}) plan_add(plan, label, D, p, own * C);
+    plan_add(plan, label, D, &m->norm_f_rstd, own);
+    plan_add(plan, label, D, &m->losses, N);
+    plan_add(plan, label, D, &m->maxima, merges ? N : 0);
+    plan_add(plan, label, D, &m->exp_sums, merges ? N : 0);
+    if (c->tp > 1) model_plan_tp(m, plan, N);
     if (is_rotary(c)) plan_add(plan, "rotary table", D, &m->rope, (size_t)T * c->HS);
-    if (c->norm == Norm::LAYER) plan_add(plan, label, D, &m->norm_f_mean, N);
+    if (c->norm == Norm::LAYER) plan_add(plan, label, D, &m->norm_f_mean, own);
     plan_add(plan, "logits", D, &m->logits, logits_elems(m, N));
     for (int** p : {&m->tokens, &m->targets}) plan_add(plan, "tokens", D, p, N);
     size_t scratch = max_size(norm_scratch_elems(c), attention_scratch_elems(B, T, c->NH, c->HS));
     if (c->qk_norm) scratch = max_size(scratch, qk_norm_scratch_elems(c->HS));
-    scratch = max_size(scratch, matmul_scratch_elems((int)max_size(QKV, FC)));
+    scratch = max_size(scratch, matmul_scratch_elems((int)max_size(max_size(QKV, FC), c->tp > 1 ? C : 0)));
     plan_add(plan, "scratch of the kernels", D, &m->scratch, scratch);
     if (!training) return;
     const char* gradients = "gradients of activations";
-    plan_add(plan, gradients, D, &m->dresidual, N * C);
-    if (m->dropout > 0) plan_add(plan, gradients, D, &m->dbranch, N * C);
+    plan_add(plan, gradients, D, &m->dresidual, own * C);
+    if (m->dropout > 0) plan_add(plan, gradients, D, &m->dbranch, own * C);
     plan_add(plan, gradients, D, &m->dnorm, N * max_size(C, Q));
     plan_add(plan, gradients, D, &m->dfc, N * FC);
     if (is_gated(c)) plan_add(plan, gradients, D, &m->dfc_act, N * F);
-    plan_add(plan, gradients, D, &m->dqkv, N * QKV);
+    plan_add(plan, gradients, D, &m->dqkv, N * heads_width(c));
 }
 
 /* After plan_allocate: tables. */

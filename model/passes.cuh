@@ -67,7 +67,13 @@ static void segment_forward(Model* m, int layer, int B, int T)
 static TokenRange piece_tokens(const Config* c, int piece)
 {
     const int columns = piece_columns(c, piece);
-    return TokenRange{piece * c->piece_rows, columns, (double)columns / c->VP};
+    return TokenRange{piece_first(c, piece), columns, (double)columns / c->VP / c->tp};
+}
+
+/* Those of all pieces of this rank. */
+static TokenRange own_tokens(const Config* c)
+{
+    return c->tp == 1 ? ALL_TOKENS : TokenRange{c->vocab_first, c->VP, 1.0 / c->tp};
 }
 
 /* embedding_rows with wte, of `unit`, and wpe as they are kept. */
@@ -83,21 +89,33 @@ template <class E> static void embed_rows(const Model* m, floatX* out, const int
                                   m->zero->compute);
 }
 
-/* m->tokens (N) -> out (N,C). positions null: row n is at position n % T. Whole, the pieces are one matrix. */
-static void embed_forward(const Model* m, floatX* out, const int* positions, int N, int T)
+static void rows_clear(const Model* m, floatX* rows, size_t N)
+{
+    const size_t bytes = N * m->config.C * sizeof(floatX);
+    OP_CALL("cudaMemsetAsync", m->zero->compute, bytes, N, m->config.C);
+    CUDA_CHECK(cudaMemsetAsync((void*)rows, 0, bytes, m->zero->compute));
+}
+
+/* m->tokens (N) -> own (own rows,C). positions null: row n is at position n % T. Whole, the pieces are one matrix. With
+ * tensor parallelism each token's row, with its position, comes from the rank that has it: the others add zeros. */
+static void embed_forward(const Model* m, floatX* own, const int* positions, Rows rows, int T)
 {
     const Config* c = &m->config;
-    if (c->num_fp32_units > 0) zero_params_begin(m->zero, 0);
+    const int N = rows.N;
+    floatX* out = c->tp > 1 ? m->stream : own;
+    if (c->tp > 1) rows_clear(m, out, rows.padded);
+    for (int unit = 0; unit < c->num_front_units; unit++) zero_params_begin(m->zero, unit);
     for (int piece = 0; piece < c->num_pieces; piece++) {
         int unit = unit_embed(c, piece);
         zero_params_begin(m->zero, unit);
         if (!m->chunks_vocab && piece < c->num_pieces - 1) continue;
-        TokenRange range = m->chunks_vocab ? piece_tokens(c, piece) : ALL_TOKENS;
+        TokenRange range = m->chunks_vocab ? piece_tokens(c, piece) : own_tokens(c);
         if (!m->chunks_vocab) unit = unit_embed(c);
         const float* wte = model_param_fp32(m, unit, WTE);
         if (wte != nullptr) embed_rows(m, out, positions, unit, wte, range, N, T);
         else embed_rows<floatX>(m, out, positions, unit, model_param(m, unit, WTE), range, N, T);
     }
+    stream_scatter(m, own, out, rows.padded);
 }
 
 /* Before the final norm, and before the head where that is whole. */
@@ -108,33 +126,34 @@ static void head_begin(Model* m)
         zero_params_begin(m->zero, unit);
 }
 
-/* The stream above the last block, and its branch -> m->norm_f (N,C). */
-static void final_norm(Model* m, const floatX* below, int N)
+/* The stream above the last block, and its branch -> m->norm_f (own rows,C). */
+static void final_norm(Model* m, const floatX* below, Rows rows)
 {
     head_begin(m);
     norm_forward(m, unit_head(&m->config), NORM_F_WEIGHT, m->residual_f, m->norm_f, m->norm_f_mean, m->norm_f_rstd,
-                 below, m->branch, N);
+                 below, m->branch, stream_rows(m, rows));
 }
 
-/* m->tokens (B,T) -> m->norm_f (B*T,C): all but the head. */
+/* m->tokens (B,T) -> m->norm_f (own rows,C): all but the head. */
 static void model_forward(Model* m, int B, int T)
 {
     const Config* c = &m->config;
     const Attend at = attend_sequences(B, T);
+    const Rows rows = {B * T, B * T};
     for (int layer = 0; layer < c->L; layer++) {
         bool offloads = m->offloads && starts_segment(m, layer);
         if (offloads) offload_write_begin(&m->inputs, layer / m->segment_layers);
         if (layer == 0) {
             floatX* residual = model_block(m, 0).residual;
-            embed_forward(m, residual, nullptr, B * T, T);
+            embed_forward(m, residual, nullptr, rows, T);
             drop(m, residual, residual, DROPOUT_EMBEDDING, 0, B, T);
         }
         zero_params_begin(m->zero, unit_block(c, layer));
         const Block a = layer == 0 ? model_block(m, 0) : model_block_above(m, layer);
-        block_forward(m, layer, &a, &at, Rows{B * T, B * T});
+        block_forward(m, layer, &a, &at, rows);
         if (offloads) offload_write_end(&m->inputs, layer / m->segment_layers);
     }
-    final_norm(m, model_block(m, c->L - 1).residual_2, B * T);
+    final_norm(m, model_block(m, c->L - 1).residual_2, rows);
 }
 
 /* Where the head is whole. */
@@ -144,44 +163,87 @@ static const floatX* head_weight(const Model* m)
                           : model_param(m, unit_lm_head(&m->config, 0), LM_HEAD);
 }
 
-/* Logits of `rows` rows of norm_f from row `first` on -> m->logits (rows,VP). */
-static void head_forward(Model* m, int first, int rows)
+/* Logits of `rows` rows of the head's input -> m->logits (rows,VP). */
+static void head_forward(Model* m, const floatX* inp, int rows)
 {
     const Config* c = &m->config;
-    matmul_forward(m->logits, m->norm_f + (size_t)first * c->C, head_weight(m), nullptr, rows, c->C, c->VP,
-                   Layout::OUT_IN, m->zero->compute);
+    matmul_forward(m->logits, inp, head_weight(m), nullptr, rows, c->C, c->VP, Layout::OUT_IN, m->zero->compute);
 }
 
-/* The head on chunks of rows, so that the logits of a batch never exist at once. losses (N); with `backward` also dnorm
- * = gradient of norm_f, and the head's weight gradient. dloss is the weight of one token in the step's loss,
- * which the loss scale on the device multiplies. */
-static void head_loss(Model* m, int N, float dloss, bool backward)
+/* Tensor parallelism: where this rank writes what its columns say about `rows` rows; the ranks' follow one another. */
+static ClassifierRows own_part(const Model* m, int rows)
 {
-    const Config* c = &m->config;
+    const size_t first = (size_t)m->config.tp_rank * rows;
+    return ClassifierRows{m->parts.losses + first, m->parts.maxima + first, m->parts.sums + first};
+}
+
+/* What the ranks' columns say about rows first, first + 1, ... -> m->losses, m->maxima, m->exp_sums. */
+static void parts_merge(Model* m, int first, int rows)
+{
     cudaStream_t stream = m->zero->compute;
-    for (int first = 0; first < N; first += m->head_rows) {
-        int rows = N - first < m->head_rows ? N - first : m->head_rows;
-        head_forward(m, first, rows);
-        const double* loss_scale = &m->zero->state->loss_scale;
-        classifier(m->logits, m->losses + first, m->targets + first, rows, c->V, c->VP, dloss, loss_scale, backward,
-                   stream);
-        if (!backward) continue;
-        const int unit = c->tied ? unit_embed(c) : unit_lm_head(c, 0), row = c->tied ? WTE : LM_HEAD;
-        matmul_backward_input(m->dnorm + (size_t)first * c->C, m->logits, head_weight(m), rows, c->C, c->VP,
-                              Layout::OUT_IN, false, stream);
-        matmul_backward_weight(model_grad(m, unit, row), nullptr, m->scratch, m->logits,
-                               m->norm_f + (size_t)first * c->C, rows, c->C, c->VP, Layout::OUT_IN,
-                               first > 0 || model_grad_adds(m, unit, row), stream);
+    const ClassifierRows own = own_part(m, rows), whole = {m->losses + first, m->maxima + first, m->exp_sums + first};
+    {
+        CommunicationScope communication(stream, true);
+        OP_GROUP("gather_parts", SpanKind::COMMUNICATION, stream);
+        comm_group_begin(m->zero->comm);
+        comm_all_gather(m->tp, m->parts.losses, own.losses, rows, ncclFloat32, stream);
+        comm_all_gather(m->tp, m->parts.maxima, own.maxima, rows, ncclFloat32, stream);
+        comm_all_gather(m->tp, m->parts.sums, own.sums, rows, ncclFloat64, stream);
+        comm_group_end(m->zero->comm);
     }
+    classifier_merge(whole, m->parts, m->config.tp, m->targets + first, rows, stream);
 }
 
 /* The logits' columns of a piece of the head, in m->logits (rows,stride), for chunks of chunk_rows of N rows. */
 static LogitsPiece head_piece(const Model* m, int piece, int N, int* chunk_rows)
 {
     const Config* c = &m->config;
-    int first = piece * c->piece_rows, stride = piece_columns(c, piece), left = c->V - first;
+    const int stride = piece_columns(c, piece);
     *chunk_rows = head_chunk_rows(m, N, (size_t)m->head_rows * c->VP / stride);
-    return LogitsPiece{first, left < stride ? left : stride, stride, piece == 0, piece == c->num_pieces - 1};
+    const int first = piece_first(c, piece);
+    return LogitsPiece{first, real_columns(c, first, stride), stride, piece == 0,
+                       c->tp == 1 && piece == c->num_pieces - 1};
+}
+
+/* m->logits (rows,VP) of rows first, first + 1, ... -> m->losses, and with `backward` their gradient in their place. */
+static void head_classify(Model* m, int first, int rows, float dloss, bool backward)
+{
+    const Config* c = &m->config;
+    const double* loss_scale = &m->zero->state->loss_scale;
+    const int* targets = m->targets + first;
+    cudaStream_t stream = m->zero->compute;
+    if (c->tp == 1)
+        return classifier(m->logits, m->losses + first, targets, rows, c->V, c->VP, dloss, loss_scale, backward,
+                          stream);
+    const LogitsPiece columns = {c->vocab_first, real_columns(c, c->vocab_first, c->VP), c->VP, true, false};
+    const ClassifierRows own = own_part(m, rows);
+    classifier_piece_forward(m->logits, own.losses, own.maxima, own.sums, targets, rows, columns, stream);
+    parts_merge(m, first, rows);
+    if (backward)
+        classifier_piece_backward(m->logits, m->maxima + first, m->exp_sums + first, targets, rows, columns, dloss,
+                                  loss_scale, stream);
+}
+
+/* The head on chunks of rows, so that the logits of a batch never exist at once. losses (N); with `backward` also dnorm
+ * = gradient of norm_f, of tensor parallelism this rank's part of it, and the head's weight gradient. dloss is the
+ * weight of one token in the step's loss, which the loss scale on the device multiplies. */
+static void head_loss(Model* m, int N, float dloss, bool backward)
+{
+    const Config* c = &m->config;
+    cudaStream_t stream = m->zero->compute;
+    const floatX* norm_f = stream_gather(m, m->norm_f, N);
+    for (int first = 0; first < N; first += m->head_rows) {
+        const int rows = N - first < m->head_rows ? N - first : m->head_rows;
+        const floatX* inp = norm_f + (size_t)first * c->C;
+        head_forward(m, inp, rows);
+        head_classify(m, first, rows, dloss, backward);
+        if (!backward) continue;
+        const int unit = c->tied ? unit_embed(c) : unit_lm_head(c, 0), row = c->tied ? WTE : LM_HEAD;
+        matmul_backward_input(m->dnorm + (size_t)first * c->C, m->logits, head_weight(m), rows, c->C, c->VP,
+                              Layout::OUT_IN, false, stream);
+        matmul_backward_weight(model_grad(m, unit, row), nullptr, m->scratch, m->logits, inp, rows, c->C, c->VP,
+                               Layout::OUT_IN, first > 0 || model_grad_adds(m, unit, row), stream);
+    }
 }
 
 /* head_loss where the vocabulary is chunked; `backward` also reduces the gradients of its pieces. */
@@ -190,6 +252,8 @@ static void head_loss_chunked(Model* m, int N, float dloss, bool backward, int m
     const Config* c = &m->config;
     Zero* z = m->zero;
     cudaStream_t stream = z->compute;
+    const ClassifierRows parts = c->tp > 1 ? own_part(m, N) : ClassifierRows{m->losses, m->maxima, m->exp_sums};
+    const floatX* norm_f = stream_gather(m, m->norm_f, N);
     int C = c->C, num_visits = backward ? 2 * c->num_pieces : c->num_pieces;
     for (int visit = 0; visit < num_visits; visit++) {
         bool up = visit < c->num_pieces;
@@ -200,21 +264,22 @@ static void head_loss_chunked(Model* m, int N, float dloss, bool backward, int m
         const floatX* weight = model_param(m, unit, LM_HEAD);
         for (int first = 0; first < N; first += chunk_rows) {
             int rows = N - first < chunk_rows ? N - first : chunk_rows;
-            const floatX* inp = m->norm_f + (size_t)first * C;
+            const floatX* inp = norm_f + (size_t)first * C;
             matmul_forward(m->logits, inp, weight, nullptr, rows, C, piece.stride, Layout::OUT_IN, stream);
             if (up) {
-                classifier_piece_forward(m->logits, m->losses + first, m->maxima + first, m->exp_sums + first,
+                classifier_piece_forward(m->logits, parts.losses + first, parts.maxima + first, parts.sums + first,
                                          m->targets + first, rows, piece, stream);
                 continue;
             }
             classifier_piece_backward(m->logits, m->maxima + first, m->exp_sums + first, m->targets + first, rows,
                                       piece, dloss, &z->state->loss_scale, stream);
             matmul_backward_input(m->dnorm + (size_t)first * C, m->logits, weight, rows, C, piece.stride,
-                                  Layout::OUT_IN, !piece.last, stream);
+                                  Layout::OUT_IN, index < c->num_pieces - 1, stream);
             matmul_backward_weight(model_grad(m, unit, LM_HEAD), nullptr, m->scratch, m->logits, inp, rows, C,
                                    piece.stride, Layout::OUT_IN, first > 0 || model_grad_adds(m, unit, LM_HEAD),
                                    stream);
         }
+        if (c->tp > 1 && visit == c->num_pieces - 1) parts_merge(m, 0, N);
         if (!up) zero_gradient_end(z, unit, micro, num_micro);
     }
 }
@@ -240,13 +305,6 @@ static void head_rows_forward(Model* m, const int* rows, int num_rows)
     }
 }
 
-static void residual_gradient_clear(Model* m, int N)
-{
-    const size_t bytes = (size_t)N * m->config.C * sizeof(floatX);
-    OP_CALL("cudaMemsetAsync", m->zero->compute, bytes, N, m->config.C);
-    CUDA_CHECK(cudaMemsetAsync(m->dresidual, 0, bytes, m->zero->compute));
-}
-
 /* One micro-step: m->tokens, m->targets (B,T) -> gradients added, step sums added. Sends what the stage sends. */
 static void model_train_micro(Model* m, int B, int T, float dloss, int micro, int num_micro)
 {
@@ -254,15 +312,16 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     Zero* z = m->zero;
     cudaStream_t stream = z->compute;
     int N = B * T, head = unit_head(c);
+    const size_t own = own_rows(c, N), first = first_own_row(c, N);
     m->micro = micro;
     phase_begin(Phase::FORWARD);
     model_forward(m, B, T);
     phase_begin(Phase::HEAD);
     if (m->chunks_vocab) head_loss_chunked(m, N, dloss, true, micro, num_micro);
     else head_loss(m, N, dloss, true);
-    loss_accumulate(z->step_sums + NUM_TOKS, m->losses, m->targets, N, stream);
+    loss_accumulate(z->step_sums + NUM_TOKS, m->losses + first, m->targets + first, own, stream);
     phase_begin(Phase::BACKWARD);
-    residual_gradient_clear(m, N);
+    rows_clear(m, m->dresidual, own);
     norm_backward(m, head, NORM_F_WEIGHT, m->residual_f, m->norm_f_mean, m->norm_f_rstd, N);
     for (int unit = num_units(c) - 1; unit > head && !m->chunks_vocab; unit--)
         zero_gradient_end(z, unit, micro, num_micro);
@@ -280,20 +339,22 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
         zero_gradient_end(z, unit, micro, num_micro);
     }
     drop(m, m->dresidual, m->dresidual, DROPOUT_EMBEDDING, 0, B, T);
+    const floatX* dresidual = stream_gather(m, m->dresidual, N);
     for (int piece = c->num_pieces - 1; piece >= 0; piece--) {
         int embed = unit_embed(c, piece);
         zero_gradient_begin(z, embed);
-        embedding_backward(model_grad(m, embed, WTE), model_grad(m, embed, WPE), m->dresidual, m->tokens, B, T, c->C,
+        embedding_backward(model_grad(m, embed, WTE), model_grad(m, embed, WPE), dresidual, m->tokens, B, T, c->C,
                            stream, piece_tokens(c, piece));
         zero_gradient_end(z, embed, micro, num_micro);
     }
-    if (c->num_fp32_units > 0) zero_gradient_end(z, 0, micro, num_micro);
+    for (int unit = c->num_front_units - 1; unit >= 0; unit--) zero_gradient_end(z, unit, micro, num_micro);
 }
 
 /* Adds the losses of m->tokens, m->targets (B,T) to sums[0] (count) and sums[1] (loss), on the device. */
 static void model_eval_micro(Model* m, double* sums, int B, int T)
 {
+    const size_t N = (size_t)B * T, first = first_own_row(&m->config, N);
     model_forward(m, B, T);
-    head_losses(m, B * T);
-    loss_accumulate(sums, m->losses, m->targets, (size_t)B * T, m->zero->compute);
+    head_losses(m, (int)N);
+    loss_accumulate(sums, m->losses + first, m->targets + first, own_rows(&m->config, N), m->zero->compute);
 }

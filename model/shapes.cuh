@@ -39,7 +39,10 @@ typedef struct Config {
     char* hf_text;          // config.json as it was read, for config_write; null for presets
     char notes[1024];       // what config.json says and the model does otherwise: lines to print
     int num_pieces, piece_rows;   // wte and the head as sub-units: model_tensors
-    int num_fp32_units;     // 1 if some tensors are stored in fp32
+    int num_front_units;    // of tensors in fp32, and with tensor parallelism of those that all ranks have whole
+    int tp, tp_rank;        // tensor parallelism: ranks, and which of them has the sizes above (config_of_rank); 1, 0
+    int vocab_first;        // the first of its VP rows of wte and head
+    int kv_ranks;           // neighbouring ranks with the same key/value heads, each with a part of their weights; 1
 } Config;
 
 /* What the family's configuration class in transformers 5 takes for keys that config.json lacks; 0: what follows from
@@ -69,6 +72,7 @@ static void config_finish(Config* c, const char* from)
     ENSURE(c->positions != Positions::ROTARY || c->HS % 2 == 0,
            "%s: head size %d is odd: rotary embedding rotates pairs", from, c->HS);
     c->VP = (int)round_up(c->V, 64);
+    c->tp = c->kv_ranks = 1;
     if (c->F == 0) c->F = 4 * c->C;
 }
 

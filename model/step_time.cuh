@@ -94,7 +94,7 @@ static void wire_time(StepTime* t, const Device* d, const Model* m, double rate)
 {
     const Zero* z = m->zero;
     HostBytes host = host_bytes(z);
-    SentBytes bytes = zero_sent_bytes(z);
+    SentBytes bytes = zero_sent_bytes(z, nullptr);
     double G = z->num_micro_steps, grad_calls = 0, param_calls = 0;
     for (int b = 0; b < z->grad_buckets.num_buckets; b++) grad_calls += bucket_is_buffered(&z->grad_buckets, b) ? G : 1;
     for (int b = 0; b < z->param_buckets.num_buckets; b++)
@@ -131,6 +131,12 @@ static StepTime step_time(const Device* d, const Model* m, const Costs* costs)
     if (d->row != nullptr) t.update_s = fmax(t.update_s, update_host_bytes(m->zero) / host_rate(d));
     double rate = wire_rate(d, m->zero->comm->num_ranks);
     if (rate > 0) wire_time(&t, d, m, rate);
+    if (rate > 0 && m->config.tp > 1) {              // nothing hides it: what follows reads it
+        const double bytes = (double)(model_sent_bytes(m, false) + model_sent_bytes(m, true));
+        const double tp_s = wire_seconds(wire_rate(d, m->config.tp), bytes, costs->tp.streams + costs->tp.heads);
+        t.wire_s += tp_s;
+        t.exposed_s += tp_s;
+    }
     t.step_s = t.forward_s + t.backward_s + t.update_s + t.exposed_s;
     return t;
 }

@@ -103,7 +103,7 @@ static void tokens_make_up(Run* run)
     const size_t n = (size_t)STEPS_IN_FLIGHT * run->G * run->B * run->T;
     for (int* h : {run->h_tokens, run->h_targets})
         for (size_t i = 0; i < n; i++) {
-            const uint64_t seed = (uint64_t)run->flags->seed + 2 * (uint64_t)run->comm.rank + (h == run->h_targets);
+            const uint64_t seed = (uint64_t)run->flags->seed + 2 * (uint64_t)run->replica + (h == run->h_targets);
             h[i] = (int)(pow(V, (mix64(mix64(seed) + i) >> 11) * 0x1p-53)) - 1;
         }
 }
@@ -330,7 +330,7 @@ static size_t device_peak_now(void)
 
 static BenchFigures bench_figures(const Run* run, const Bench* b)
 {
-    const Config* c = &run->model.config;
+    const Config* c = &run->model.whole;
     BenchFigures x = {};
     x.median_ms = bench_quantile(b, 0.5)->step_ms;
     x.min_ms = bench_quantile(b, 0)->step_ms;

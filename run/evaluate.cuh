@@ -10,7 +10,7 @@ static EvalResult evaluate(Run* run)
 {
     Loader* val = run->val;
     Zero* z = &run->zero;
-    size_t per_batch = (size_t)run->B * run->comm.num_ranks, num_batches = ceil_div(val->num_windows, per_batch);
+    size_t per_batch = (size_t)run->B * run->dp, num_batches = ceil_div(val->num_windows, per_batch);
     if (run->flags->eval_batches > 0 && (size_t)run->flags->eval_batches < num_batches)
         num_batches = run->flags->eval_batches;
     loader_seek(val, 0);
@@ -77,10 +77,10 @@ static void evaluate_and_say(Run* run)
     F(sample, text, "", true, valid, "the model's continuation of the first validation text, at the end of a run")
 
 /* At the end of a run, if there is a tokenizer that is supported: continues the beginning of the validation text. Rank
- * 0 prints it; the other ranks wait, or at stage 3 compute too. */
+ * 0 prints it; the other ranks wait, or at stage 3 compute too. Not yet with --tp. */
 static void say_sample(Run* run)
 {
-    if ((run->comm.rank == 0 || run->setting.stage == 3) && run->tokenizer != nullptr) {
+    if ((run->comm.rank == 0 || run->setting.stage == 3) && run->tokenizer != nullptr && run->flags->tp == 1) {
         int num_ids = run->T < 16 ? run->T : 16;   // of the first validation window, which is rank 0's
         loader_seek(run->val, 0);
         loader_next(run->val, run->h_tokens, run->h_targets);

@@ -98,7 +98,7 @@ static void write_small_files(const char* folder, void* context)
     const Run* run = (const Run*)context;
     char file[4200];
     snprintf(file, sizeof file, "%s/config.json", folder);
-    config_write(&run->model.config, file, run->flags->export_dtype);
+    config_write(&run->model.whole, file, run->flags->export_dtype);
     model_files_write(&run->small_files, folder);
 }
 

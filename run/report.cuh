@@ -63,17 +63,22 @@ static void print_flags(const Flags* f)
 static void print_zero(Run* run)
 {
     char level[16];
-    SentBytes sent = zero_sent_bytes(&run->zero);
+    SentBytes sent = zero_sent_bytes(&run->zero, nullptr);
     char optimizer_sent[64] = "";
     if (sent.optimizer > 0)
         snprintf(optimizer_sent, sizeof optimizer_sent, ", %s %zu bytes", run->flags->optimizer, sent.optimizer);
+    const size_t activations = model_sent_bytes(&run->model, false) + model_sent_bytes(&run->model, true);
+    char activations_sent[64] = "";
+    if (activations > 0)
+        snprintf(activations_sent, sizeof activations_sent, ", activations of --tp %.2f", activations / 1048576.0);
     const char* collective = run->setting.stage == 0 ? "all-reduce" : "reduce-scatter";
     SAY("ZeRO    stage %d, -r %s | communication volume per step and rank %.2f MiB: %s of gradients %.2f, all-gather "
-        "of parameters %.2f, all-reduce of sums %zu bytes%s | %s\n", run->setting.stage,
+        "of parameters %.2f, all-reduce of sums %zu bytes%s%s | %s\n", run->setting.stage,
         recompute_name(run->setting, level),
         sent_bytes_per_step(run) / 1048576.0, collective, sent.gradients / 1048576.0, sent.parameters / 1048576.0,
-        sent.sums, optimizer_sent, run->flags->overlap ? "overlapped" : "not overlapped");
-    if (!device_is_gpu(&run->device) && run->comm.host_num_ranks > 1 && run->setting.stage == 0 && !run->flags->auto_)
+        sent.sums, optimizer_sent, activations_sent, run->flags->overlap ? "overlapped" : "not overlapped");
+    if (!device_is_gpu(&run->device) && run->comm.host_num_ranks > 1 && run->dp > 1 && run->setting.stage == 0 &&
+        !run->flags->auto_)
         SAY("advice  -z 1 is faster on one host: at stage 0 each of its %d ranks updates all parameters, through the "
             "same memory\n", run->comm.host_num_ranks);
 }
@@ -88,7 +93,7 @@ static void print_data(const Run* run, const TokenSet* set, const Loader* l)
 
 static void print_start(Run* run, const char* model_name)
 {
-    const Config* c = &run->model.config;
+    const Config* c = &run->model.whole;
     const Flags* f = run->flags;
     SAY("train_gpt " VERSION " | %s, %s | %d rank%s, %d thread%s each", run->device.name, FLOATX_NAME,
         run->comm.num_ranks, run->comm.num_ranks > 1 ? "s" : "", run->device.num_threads,
@@ -107,8 +112,11 @@ static void print_start(Run* run, const char* model_name)
     else if (run->train == nullptr) SAY("data    none in %s\n", f->data);   // --plan needs no data
     else print_data(run, &run->train_set, run->train);
     if (run->has_val) SAY("val     %zu tokens in %zu windows\n", run->val_set.num_toks, run->val->num_windows);
-    SAY("batch   %zu sequences = %d per micro-step x %d micro-steps x %d ranks | %zu tokens per step\n",
-        run->global_batch, run->B, run->G, run->comm.num_ranks, run->global_batch * run->T);
+    SAY("batch   %zu sequences = %d per micro-step x %d micro-steps x %d %s | %zu tokens per step\n",
+        run->global_batch, run->B, run->G, run->dp, replicas_word(run), run->global_batch * run->T);
+    if (f->tp > 1)
+        SAY("layout  %d replica%s of %lld ranks | this is rank t + %lld d, part t of replica d\n", run->dp,
+            run->dp > 1 ? "s" : "", (long long)f->tp, (long long)f->tp);
     char last_lr[64] = "";
     if ((schedule_find(f->schedule)->traits & ENDLESS) == 0 && run->num_steps > 0)
         snprintf(last_lr, sizeof last_lr, " to %.3g at step %zu", schedule_lr(run->config, run->num_steps - 1),
@@ -122,8 +130,9 @@ static void print_start(Run* run, const char* model_name)
             (size_t)run->config.warmup_steps, schedule_lr(run->config, run->num_steps - 1), run->config.peak_lr);
     if (run->comm.rank == 0) rates_print(f, stdout);
     if (f->fp32_tensors[0])
-        SAY("fp32    %d tensors, %zu elements with padding\n", run->model.shard.units[0].num_tensors,
-            run->model.shard.units[0].range.count);
+        SAY("fp32    %d tensors, %zu elements with padding\n",
+            num_front_tensors(&run->model.shard, run->model.shard.num_fp32_units),
+            run->model.shard.units[run->model.shard.num_fp32_units].range.first);
     if (run->batch_ramp.steps > 0)
         SAY("ramp    global batch from %zu, over %zu steps\n", run->batch_ramp.from, run->batch_ramp.steps);
     if (run->seq_ramp.steps > 0)
@@ -219,7 +228,7 @@ static void print_step(Run* run, const StepState* s, const StepReport* r)
     if (run->comm.rank != 0) return;
     remark_step(s, r, remark);
     if (r->step % f->log_every != 0 && r->step != run->num_steps && !remark[0]) return;
-    double flops = r->toks_per_s * model_flops_per_token(&run->model.config, step_seq_len(run, r->step - 1));
+    double flops = r->toks_per_s * model_flops_per_token(&run->model.whole, step_seq_len(run, r->step - 1));
     double peak_share = run->device.peak_flops > 0 ? flops / (run->device.peak_flops * run->comm.num_ranks) : 0;
     char loss[32] = "n/a", eta[32];
     if (s->num_toks > 0) snprintf(loss, sizeof loss, "%.6f", s->loss);

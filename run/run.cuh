@@ -9,6 +9,7 @@
 #include "data/tokenizer.h"
 #include "model/generate.cuh"
 #include "model/passes.cuh"
+#include "model/cost.cuh"
 #include "ramp.h"
 #include "rates.h"
 #include "zero/account.h"
@@ -37,7 +38,10 @@ typedef struct Setting {
 typedef struct Run {
     const Flags* flags;
     Comm comm;
-    Group all;                     // of all ranks
+    int dp, replica;               // replicas of the model, --tp ranks each, and that of this rank: layout.cuh
+    Group groups[2];               // that share parameters: GROUP_ALL and, with --tp, GROUP_DATA
+    int num_groups;
+    Group tp_group, kv_group;      // that exchange activations: Model.tp and Model.kv
     Device device;
     Model model;
     Decoder decoder;               // of --generate and --prompts
@@ -55,7 +59,7 @@ typedef struct Run {
     ModelFiles small_files;        // of checkpoints and exports, on rank 0
     int B, G, T;
     Setting setting;
-    size_t global_batch;           // B * G * R sequences
+    size_t global_batch;           // B * G * dp sequences
     Ramp batch_ramp, seq_ramp;     // of global_batch and T
     size_t num_steps;              // total
     size_t step;                   // steps done, skipped ones included
@@ -69,7 +73,6 @@ typedef struct Run {
     int *h_tokens, *h_targets;     // (STEPS_IN_FLIGHT,G,B,T) pinned: a batch never waits for the copy of another
     cudaEvent_t batch_copied[2];   // of evaluation, which has no step to wait for
     long step_page_faults[STEPS_IN_FLIGHT];
-    size_t step_asked_bytes;       // of collectives inside steps; the rest is loading, evaluation and hashes
     size_t step_waits, result_waits;   // host synchronizations: inside steps, and for the result of the step before
     bool reads_at_once;            // launches return when their work is done: the result of a step is there
     Ask ask;                       // the request by signal that the ranks have agreed on
@@ -103,24 +106,27 @@ static bool path_exists(const char* folder, const char* name, char (&path)[4096]
     return file_exists(path);
 }
 
+/* "ranks", or with --tp "replicas", of run->dp. */
+static const char* replicas_word(const Run* run) { return run->flags->tp > 1 ? "replicas" : "ranks"; }
+
 /* Any two of {global batch, B, G} give the third (docs/numbers.md: batch arithmetic). */
-static void batch_arithmetic(Run* run, int num_ranks)
+static void batch_arithmetic(Run* run)
 {
     const Flags* f = run->flags;
-    int64_t B = f->micro_batch, G = f->grad_accum, R = num_ranks;
+    int64_t B = f->micro_batch, G = f->grad_accum, R = run->dp;
     if (f->given[FLAG_batch]) {
         bool has_B = f->given[FLAG_micro_batch], has_G = f->given[FLAG_grad_accum];
         int64_t unit = has_B ? B * R : G * R;
         if (f->batch % unit != 0 && !(has_B && has_G))
-            die_usage("--batch %lld cannot be shared out: %lld %s x %lld ranks = %lld sequences: make it a multiple",
+            die_usage("--batch %lld cannot be shared out: %lld %s x %lld %s = %lld sequences: make it a multiple",
                       (long long)f->batch, (long long)(has_B ? B : G), has_B ? "micro-batch" : "micro-steps",
-                      (long long)R, (long long)unit);
+                      (long long)R, replicas_word(run), (long long)unit);
         if (has_B && !has_G) G = f->batch / unit;
         if (!has_B) B = f->batch / unit;
         if (B * G * R != f->batch)
-            die_usage("--batch %lld is not %lld micro-batch x %lld micro-steps x %lld ranks = %lld sequences: "
-                      "change one of them",
-                      (long long)f->batch, (long long)B, (long long)G, (long long)R, (long long)(B * G * R));
+            die_usage("--batch %lld is not %lld micro-batch x %lld micro-steps x %lld %s = %lld sequences: "
+                      "change one of them", (long long)f->batch, (long long)B, (long long)G, (long long)R,
+                      replicas_word(run), (long long)(B * G * R));
     }
     run->B = (int)B;
     run->G = (int)G;
@@ -134,7 +140,7 @@ static bool batch_of_run(Run* run, const char* resume_path)
 {
     const Flags* f = run->flags;
     char path[4096];
-    size_t R = (size_t)run->comm.num_ranks, fits = R, from = 0, batch = 0;
+    size_t R = (size_t)run->dp, fits = R, from = 0, batch = 0;
     const char *folder = resume_path[0] ? resume_path : f->out, *name = resume_path[0] ? "state.json" : "run.json";
     if (path_exists(folder, name, path) && run->comm.rank == 0) {
         cJSON* j = json_parse_file(path);
@@ -149,8 +155,8 @@ static bool batch_of_run(Run* run, const char* resume_path)
     ENSURE(!f->given[FLAG_batch] || (size_t)f->batch == batch, "--elastic keeps the global batch of %zu sequences in "
            "%s, --batch is %lld: leave it out", batch, path, (long long)f->batch);
     while (batch % fits != 0 || from % fits != 0) fits--;
-    ENSURE(fits == R, "--elastic: the global batch of %zu sequences in %s%s does not divide over %zu ranks; the most "
-           "that it divides over below that is %zu: start those", batch, path, ramp, R, fits);
+    ENSURE(fits == R, "--elastic: the global batch of %zu sequences in %s%s does not divide over %zu %s; the most "
+           "that it divides over below that is %zu: start those", batch, path, ramp, R, replicas_word(run), fits);
     size_t share = batch / R, B = (size_t)f->micro_batch < share ? (size_t)f->micro_batch : share;
     while (share % B != 0 || from / R % B != 0) B--;
     run->B = (int)B;
@@ -163,15 +169,15 @@ static bool batch_of_run(Run* run, const char* resume_path)
  * a micro-step than kernels count in an int. */
 static void batch_refuse(const Run* run)
 {
-    const long long B = run->B, G = run->G, R = run->comm.num_ranks, T = run->T;
+    const long long B = run->B, G = run->G, R = run->dp, T = run->T;
     const struct { FlagIdx idx; long long value; } parts[] = {
         {FLAG_micro_batch, B}, {FLAG_grad_accum, G}, {FLAG_batch, B * G * R}};
     char name[64];
     for (const auto& part : parts)
         if (part.value > flag_rows[part.idx].high)
-            die_usage("a batch of %lld sequences = %lld per micro-step x %lld micro-steps x %lld ranks: %s is at most "
+            die_usage("a batch of %lld sequences = %lld per micro-step x %lld micro-steps x %lld %s: %s is at most "
                       "%.0Lf: give others of -b, -g and --batch", B * G * R, B, G, R,
-                      flag_long_name(&flag_rows[part.idx], name), flag_rows[part.idx].high);
+                      replicas_word(run), flag_long_name(&flag_rows[part.idx], name), flag_rows[part.idx].high);
     if (B * T > INT_MAX)
         die_usage("-b %lld x -t %lld = %lld tokens in a micro-step, at most %d: lower -b and raise -g", B, T, B * T,
                   INT_MAX);
@@ -241,7 +247,7 @@ static void open_data(Run* run)
 /* Micro-steps and tokens of a sequence in step `step`, counted from 0. */
 static size_t step_micro_steps(const Run* run, size_t step)
 {
-    const size_t unit = (size_t)run->B * run->comm.num_ranks;
+    const size_t unit = (size_t)run->B * run->dp;
     return ramp_size(run->batch_ramp, step, unit, run->global_batch) / unit;
 }
 static int step_seq_len(const Run* run, size_t step) { return (int)ramp_size(run->seq_ramp, step, 8, run->T); }
@@ -249,7 +255,7 @@ static int step_seq_len(const Run* run, size_t step) { return (int)ramp_size(run
 /* The first step after `step`, which is within --batch-ramp, that may have another number of micro-steps. */
 static size_t step_of_next_size(const Run* run, size_t step)
 {
-    return ramp_next(run->batch_ramp, step, (size_t)run->B * run->comm.num_ranks, run->global_batch);
+    return ramp_next(run->batch_ramp, step, (size_t)run->B * run->dp, run->global_batch);
 }
 
 /* Number of windows used by the steps before `end`, which may be any number: hence a double. */
@@ -258,7 +264,7 @@ static double windows_before(const Run* run, size_t end)
     size_t used = 0, step = 0;
     while (step < end && step < run->batch_ramp.steps) {
         size_t next = step_of_next_size(run, step), alike = (next < end ? next : end) - step;
-        used += alike * step_micro_steps(run, step) * run->B * run->comm.num_ranks;
+        used += alike * step_micro_steps(run, step) * run->B * run->dp;
         step += alike;
     }
     return (double)used + (double)(end - step) * (double)run->global_batch;
@@ -275,7 +281,7 @@ static size_t last_step(const Run* run, size_t first, size_t windows)
 {
     size_t step = first, used = 0;
     while (used < windows && step < run->batch_ramp.steps) {
-        size_t batch = step_micro_steps(run, step) * run->B * run->comm.num_ranks;
+        size_t batch = step_micro_steps(run, step) * run->B * run->dp;
         size_t alike = step_of_next_size(run, step) - step, needed = ceil_div(windows - used, batch);
         alike = needed < alike ? needed : alike;
         used += alike * batch;
@@ -292,8 +298,8 @@ static void open_loaders(Run* run)
     config.B = run->B;
     config.T = run->T;
     config.G = run->G;
-    config.R = run->comm.num_ranks;
-    config.rank = run->comm.rank;
+    config.R = run->dp;
+    config.rank = run->replica;
     config.V = run->model.config.V;
     config.seed = (unsigned long long)f->seed;
     config.shuffle = !f->no_shuffle;
@@ -374,10 +380,19 @@ static long page_faults(void)
     return usage.ru_minflt + usage.ru_majflt;
 }
 
+/* Bytes that this rank sends in a step in a group; null: in all. */
+static size_t group_sent_bytes(const Run* run, const Group* group)
+{
+    SentBytes bytes = zero_sent_bytes(&run->zero, group);
+    size_t sent = bytes.gradients + bytes.parameters + bytes.sums + bytes.optimizer;
+    if (group == nullptr || group == &run->tp_group) sent += model_sent_bytes(&run->model, false);
+    if (group == nullptr || group == &run->kv_group) sent += model_sent_bytes(&run->model, true);
+    return sent;
+}
+
 static size_t sent_bytes_per_step(const Run* run)
 {
-    SentBytes bytes = zero_sent_bytes(&run->zero);
-    return bytes.gradients + bytes.parameters + bytes.sums + bytes.optimizer;
+    return group_sent_bytes(run, nullptr);
 }
 
 /* The words of --recompute, by level. */
@@ -475,6 +490,9 @@ static void plan_run(Run* run, bool training)
     const Flags* f = run->flags;
     const Setting* s = &run->setting;
     m->zero = &run->zero;
+    m->tp = &run->tp_group;
+    m->kv = &run->kv_group;
+    m->deterministic = f->deterministic;
     m->recompute = s->recompute;
     m->segment_layers = s->segment_layers;
     m->dropout = f->dropout;
@@ -492,7 +510,7 @@ static void plan_run(Run* run, bool training)
                        model_rounds_fp32(&m->shard, &m->config), f->overlap != 0, strcmp(f->reduce, "step") == 0,
                        f->deterministic, (size_t)f->persist_below, m->visits, m->num_visits,
                        (size_t)f->reduce_bucket, (size_t)f->gather_bucket, f->allow_nonfinite};
-    zero_plan(&run->zero, &run->plan, &m->shard, &run->all, 1, &zero);
+    zero_plan(&run->zero, &run->plan, &m->shard, run->groups, run->num_groups, &zero);
     if (training && f->out[0]) saver_plan(&run->saver, &run->zero, &run->plan);
     free(persistent);
     bool decodes = (f->given[FLAG_generate] || f->given[FLAG_prompts]) && !f->no_kv_cache;
@@ -503,7 +521,9 @@ static void plan_run(Run* run, bool training)
     size_t loader_bytes = 2 * LOADER_SLOTS * (size_t)s->B * run->T * sizeof(int);
     plan_add_bytes(&run->plan, "batches, prefetched", Place::HOST, loader_bytes * (run->has_val ? 2 : 1), nullptr);
     plan_add_bytes(&run->plan, "GEMM workspace", Place::DEVICE, matmul_workspace_bytes(), nullptr);
-    plan_add_bytes(&run->plan, "communicator", Place::HOST, comm_workspace_bytes(&run->all), nullptr);
+    for (const Group* group : {&run->groups[GROUP_ALL], &run->groups[GROUP_DATA], &run->tp_group, &run->kv_group})
+        if (group == run->groups || f->tp > 1)
+            plan_add_bytes(&run->plan, "communicator", Place::HOST, comm_workspace_bytes(group), nullptr);
     plan_add_bytes(&run->plan, "program and libraries", Place::HOST, resident_bytes(), nullptr);
 }
 

@@ -5,6 +5,7 @@
 #include "bench.cuh"
 #include "fit.cuh"
 #include "folder.cuh"
+#include "layout.cuh"
 #include "zero/init.h"
 
 static void weights_init(Run* run)
@@ -59,7 +60,7 @@ static void ensure_own_gpu(const Run* run)
  * is asked for. The collectives are NCCL's own, so that they are not counted as the run's. */
 static void libraries_start(Run* run)
 {
-    group_connect(&run->all);
+    layout_connect(run);
     matmul_init();
 #ifdef DEVICE_CUDA
     const int n = 16 * run->comm.num_ranks;
@@ -69,7 +70,9 @@ static void libraries_start(Run* run)
     CUDA_CHECK(cudaMalloc(&matrix, 3 * 16 * 16 * sizeof *matrix));
     CUDA_CHECK(cudaMemset(matrix, 0, 3 * 16 * 16 * sizeof *matrix));
     matmul_forward(matrix, matrix + 256, matrix + 512, nullptr, 16, 16, 16, Layout::OUT_IN, 0);
-    group_warm_up(&run->all, sums, n / run->comm.num_ranks);
+    const Group* groups[4];
+    const int num_groups = layout_groups(run, groups);
+    for (int i = 0; i < num_groups; i++) group_warm_up(groups[i], sums, 16);
     CUDA_CHECK(cudaDeviceSynchronize());
     CUDA_CHECK(cudaFree(sums));
     CUDA_CHECK(cudaFree(matrix));
@@ -101,13 +104,16 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     ENSURE(run->T <= context, "-t %d is longer than the model's context of %d positions: lower it", run->T, context);
     dropout_refuse(run);
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;
-    group_all(&run->all, &run->comm);
+    layout_choose(run);
     if (f->gpu[0]) device_imagine(&run->device, f->gpu);
     else if (trains || f->plan || f->auto_)
         device_measure(&run->device, run->comm.host_num_ranks, f->plan || f->auto_);
-    if (!f->elastic || !batch_of_run(run, resume_path)) batch_arithmetic(run, run->comm.num_ranks);
+    if (!f->elastic || !batch_of_run(run, resume_path)) batch_arithmetic(run);
     batch_refuse(run);
-    model_tensors(&run->model.shard, &run->model.config, run->comm.num_ranks, f->fp32_tensors);
+    layout_refuse_rows(run);
+    const int group_ranks[] = {run->comm.num_ranks, run->dp};
+    model_tensors(&run->model.shard, &run->model.config, &run->model.whole, group_ranks, run->num_groups,
+                  f->fp32_tensors);
     rates_apply(&run->model.shard, f);
     run->setting = Setting{(int)f->zero, Recompute::NONE, 1, run->B, run->G, offloaded_from_flag(f->offload),
                            storage_from_flags(f)};
@@ -116,7 +122,7 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     if (f->auto_) setting_choose(run, device_free_bytes(run));
     const char* mismatch = offload_mismatch(&run->setting, f);
     if (mismatch != nullptr) die_usage("--offload %s", mismatch);
-    run->batch_ramp = ramp_parse("--batch-ramp", f->batch_ramp, (size_t)run->B * run->comm.num_ranks,
+    run->batch_ramp = ramp_parse("--batch-ramp", f->batch_ramp, (size_t)run->B * run->dp,
                                  run->global_batch);
     run->seq_ramp = ramp_parse("--seq-ramp", f->seq_ramp, 8, run->T);
     if (run->train_set.num_files > 0) open_loaders(run);
@@ -166,5 +172,5 @@ static void run_free(Run* run)
     if (run->tokenizer != nullptr) tokenizer_close(run->tokenizer);
     cJSON_Delete(run->products);
     matmul_free();
-    group_free(&run->all);
+    layout_free(run);
 }

@@ -27,7 +27,8 @@ static void train_step(Run* run)
     int slot = (int)(run->step % STEPS_IN_FLIGHT);
     profile_step_begin(slot);
     if (run->comm.watch != nullptr) run->comm.watch->step = run->step + 1;
-    size_t asked_before = comm_asked_so_far(&run->comm), waits_before = comm_host_waits(&run->comm);
+    const size_t waits_before = comm_host_waits(&run->comm);
+    comm_step_begin(&run->comm);
     long faults_before = page_faults();
     zero_step_begin(&run->zero);
     int G = (int)step_micro_steps(run, run->step), T = step_seq_len(run, run->step);
@@ -37,13 +38,13 @@ static void train_step(Run* run)
         if ((size_t)G != run->train->config.G) loader_seek(run->train, position, (size_t)G);
     }
     StepConfig config = run->config;
-    config.nominal_toks = (double)run->B * G * run->comm.num_ranks * T;
+    config.nominal_toks = (double)run->B * G * run->dp * T;
     float dloss = (float)(1.0 / config.nominal_toks);
     run->model.drops = true;
     for (int micro = 0; micro < G; micro++) {
         phase_micro_begin();
         load_batch(run, run->train, (size_t)(slot * run->G + micro), T);
-        run->model.first_sequence = position + ((size_t)micro * run->comm.num_ranks + run->comm.rank) * run->B;
+        run->model.first_sequence = position + ((size_t)micro * run->dp + run->replica) * run->B;
         model_train_micro(&run->model, run->B, T, dloss, micro, G);
         print_bar(run, micro);
     }
@@ -51,7 +52,7 @@ static void train_step(Run* run)
     run->model.drops = false;
     zero_step_ask(&run->zero);
     zero_step_end(&run->zero, config, optimizer_config(run->flags), slot);
-    run->step_asked_bytes += comm_asked_so_far(&run->comm) - asked_before;
+    comm_step_end(&run->comm);
     run->step_waits += comm_host_waits(&run->comm) - waits_before;
     run->step_page_faults[slot] = page_faults() - faults_before;
     profile_step_end();

@@ -44,8 +44,9 @@ static Tensor* random_table(int num_tensors, bool has_fp32, int num_groups)
         tensors[t].padded_rows = tensors[t].shape[0] + random_below(64);
         tensors[t].unit = unit;
         tensors[t].fp32 = has_fp32 && random_below(4) == 0;
+        tensors[t].apart = has_fp32 && random_below(4) == 0;
         tensors[t].joined = t > 0 && tensors[t].fp32 == tensors[t - 1].fp32 && tensors[t - 1].unit == unit &&
-                            random_below(3) == 0;
+                            tensors[t].apart == tensors[t - 1].apart && random_below(3) == 0;
     }
     return tensors;
 }
@@ -67,12 +68,11 @@ static void check_tensor(const Shard* s, const Tensor* t, int R)
           "a tensor is in its unit", R);
 }
 
-/* Units stored in fp32 have each a group of their own. */
-static void check_fp32_units(const Shard* s, int R)
+/* Of the units in front those stored in fp32, and the others, have each a group of their own. */
+static void check_front_units(const Shard* s, int R)
 {
-    for (int u = 0; u < s->num_fp32_units; u++)
-        for (int other = 0; other < u; other++)
-            check(s->units[other].group < s->units[u].group, "fp32 units are sorted by group", R);
+    for (int u = 1; u < s->num_front_units; u++)
+        check(u == s->num_fp32_units || s->units[u - 1].group < s->units[u].group, "front units go by group", R);
 }
 
 static void check_shard(const Shard* s, const int* group_ranks, int num_groups)
@@ -95,7 +95,7 @@ static void check_shard(const Shard* s, const int* group_ranks, int num_groups)
     }
     check(next == s->num_elems && packed == s->slice_elems, "units fill the flat space", R);
     if (num_groups == 1) check(packed == s->num_elems / R, "a rank owns one of R parts", R);
-    check_fp32_units(s, R);
+    check_front_units(s, R);
     for (int k = 0; k < s->num_tensors; k++) {      // in the caller's order
         int t = 0;
         for (int number; sscanf(s->tensors[t].name, "t%d", &number) == 1 && number != k; ) t++;
@@ -107,7 +107,8 @@ static void check_shard(const Shard* s, const int* group_ranks, int num_groups)
         check_tensor(s, tensor, R);
         check(tensor->fp32 == unit_is_fp32(s, tensor->unit), "the first units are what is kept in fp32", R);
         check(tensor->group == s->units[tensor->unit].group, "a unit has the group of its tensors", R);
-        check(tensor->fp32 || tensor->unit == tensor->home, "the others stay where they belong", R);
+        check(tensor->fp32 || tensor->apart == (tensor->unit < s->num_front_units), "then comes what is apart", R);
+        check(tensor->fp32 || tensor->apart || tensor->unit == tensor->home, "the others stay where they belong", R);
         if (t > 0 && s->tensors[t].unit == s->tensors[t - 1].unit)
             check(s->tensors[t].first >=
                       s->tensors[t - 1].first + s->tensors[t - 1].padded_rows * s->tensors[t - 1].shape[1],

@@ -3,7 +3,7 @@
 #pragma once
 #include "update.h"
 
-/* Bytes this rank sends in one step, by the same arithmetic as the collectives. */
+/* Bytes this rank sends in one step, by the same arithmetic as the collectives, in one group or in all (null). */
 typedef struct SentBytes { size_t gradients, parameters, sums, optimizer; } SentBytes;
 
 /* Bytes that this rank sends when its slice of unit u is gathered. */
@@ -14,7 +14,7 @@ static size_t unit_gather_bytes(const Zero* z, int u)
 }
 
 /* The same of what is gathered into the double buffer in one micro-step: a dry run of zero_params_begin. */
-static size_t micro_step_gather_bytes(const Zero* z, int (&cached)[UNIT_BUFFERS])
+static size_t micro_step_gather_bytes(const Zero* z, const Group* only, int (&cached)[UNIT_BUFFERS])
 {
     const Buckets* buckets = &z->param_buckets;
     size_t bytes = 0;
@@ -22,29 +22,32 @@ static size_t micro_step_gather_bytes(const Zero* z, int (&cached)[UNIT_BUFFERS]
         for (int b : {buckets->of_unit[z->visits[visit]], next_buffered_bucket(z, visit)}) {
             if (!bucket_is_buffered(buckets, b) || cached[buckets->buffer[b]] == b) continue;
             cached[buckets->buffer[b]] = b;
-            for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++) bytes += unit_gather_bytes(z, u);
+            for (int u = buckets->first_unit[b]; u < buckets->first_unit[b + 1]; u++)
+                if (only == nullptr || unit_group(z, u) == only) bytes += unit_gather_bytes(z, u);
         }
     }
     return bytes;
 }
 
 /* The same in one step. Every micro-step but the first begins with what the one before has left. */
-static size_t buffered_gather_bytes(const Zero* z)
+static size_t buffered_gather_bytes(const Zero* z, const Group* only)
 {
     int cached[UNIT_BUFFERS] = {-1, -1};
-    const size_t first = micro_step_gather_bytes(z, cached), later = micro_step_gather_bytes(z, cached);
+    const size_t first = micro_step_gather_bytes(z, only, cached), later = micro_step_gather_bytes(z, only, cached);
     return first + (size_t)(z->num_micro_steps - 1) * later;
 }
 
-static SentBytes zero_sent_bytes(const Zero* z)
+static SentBytes zero_sent_bytes(const Zero* z, const Group* only)
 {
     const Shard* s = z->shard;
     SentBytes bytes = {};
-    bytes.sums = comm_all_reduce_bytes(z->all, NUM_STEP_SUMS, sizeof(double));
-    bytes.optimizer = phase_sent_bytes(z);
-    bytes.parameters = buffered_gather_bytes(z);
+    const bool all = only == nullptr || only == z->all;
+    if (all) bytes.sums = comm_all_reduce_bytes(z->all, NUM_STEP_SUMS, sizeof(double));
+    if (all) bytes.optimizer = phase_sent_bytes(z);
+    bytes.parameters = buffered_gather_bytes(z, only);
     for (int u = 0; u < s->num_units; u++) {
         const Group* group = unit_group(z, u);
+        if (only != nullptr && group != only) continue;
         size_t num_reductions = unit_is_buffered(&z->grad_buckets, u) ? z->num_micro_steps : 1;
         size_t elem_bytes = dtype_bytes(unit_storage(z, u).sent);
         if (z->stage == 0) bytes.gradients += comm_all_reduce_bytes(group, s->units[u].range.count, elem_bytes);

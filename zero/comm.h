@@ -50,6 +50,7 @@ typedef struct Group {
     int* rank_of;                   // (ranks of the job) the rank of each in its group of this split; null: its own
     char words[128];                // " in tp group 1 (ranks 2, 3)", for messages; empty: all ranks
     size_t asked_bytes;             // of all collectives enqueued since the start
+    size_t step_bytes;              // of those inside steps; the rest is loading, evaluation and hashes
     char* pieces;                   // --deterministic: what the ranks send for one reduction; else null
     ncclComm_t nccl;                // null with one rank
 #ifndef NO_MPI
@@ -722,6 +723,16 @@ static size_t comm_asked_so_far(const Comm* c)
     size_t bytes = 0;
     for (const Group* g = c->groups; g != nullptr; g = g->next) bytes += g->asked_bytes;
     return bytes;
+}
+
+/* What is enqueued between the two counts as of steps. */
+static void comm_step_begin(const Comm* c)
+{
+    for (Group* g = c->groups; g != nullptr; g = g->next) g->step_bytes -= g->asked_bytes;
+}
+static void comm_step_end(const Comm* c)
+{
+    for (Group* g = c->groups; g != nullptr; g = g->next) g->step_bytes += g->asked_bytes;
 }
 
 /* Host memory of the communicator itself; NCCL's own device buffers are not known beforehand. */

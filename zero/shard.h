@@ -15,8 +15,9 @@
  * buffers of their own, at unit.packed_first. Padding is always 0: its gradient is never written, and it is in no norm
  * and no file.
  *
- * Tensors stored in fp32 (--fp32-tensors) form units of their own, one for each group that has any, before all others;
- * the units that the caller has numbered from 0 follow, and may be empty.
+ * Tensors stored in fp32 (--fp32-tensors), and those of another group than the rest of their unit (apart), form units
+ * of their own, one for each group that has any, before all others; the units that the caller has numbered from 0
+ * follow, and may be empty.
  *
  * A Tensor is a rectangle of the file's tensor: all of it, or some rows or columns, where ranks share it (tensor_cut);
  * of a tensor of several blocks side by side the same of each. Random numbers and hashes go by the place in the whole
@@ -47,8 +48,9 @@ typedef struct Tensor {
     int whole;              // index of the first part of the same tensor that this rank has; set by shard_build
     int group;              // which ranks share it: index of a group of zero_plan
     int unit;
-    int home;               // the model's unit for it; tensors stored in fp32 are in an fp32 unit instead
+    int home;               // the model's unit for it; tensors stored in fp32 or apart are in one in front instead
     bool fp32;              // weight, gradient and states are stored in fp32, whatever -p is
+    bool apart;             // of another group than the rest of its home: in a unit with others that are
     double init_std;        // > 0: N(0, init_std); 0: every element is init_value
     double init_value;
     bool decay;             // weight decay applies by default
@@ -75,7 +77,7 @@ typedef struct Shard {
     int num_tensors;
     Unit* units;
     int num_units;
-    int num_fp32_units;
+    int num_front_units, num_fp32_units;   // before the model's units, and how many of those are stored in fp32
     size_t num_elems;       // of the flat space, padding included
     size_t slice_elems;     // of a rank's slices of all units
     size_t num_params;      // without padding, as in the files
@@ -117,29 +119,39 @@ static inline Rectangle tensor_logical(const Tensor* t, size_t flat)
     return place;
 }
 
-/* Moves tensors stored in fp32 to the front, those of each group into a unit of their own; otherwise in order. Returns
- * the number of these units. */
-static int tensors_part_fp32(Tensor* tensors, int num_tensors, int num_groups)
+/* Moves to the front, each group's into a unit of their own, those of the tensors that are stored in fp32, or those
+ * that are not but apart. *n tensors and *num_units units are there already. */
+static void tensors_move(Tensor* sorted, int* n, int* num_units, const Tensor* tensors, int num_tensors, int num_groups,
+                         bool fp32)
 {
-    Tensor* sorted = (Tensor*)malloc_checked(num_tensors * sizeof(Tensor));
-    int n = 0, num_units = 0;
     for (int group = 0; group < num_groups; group++) {
-        const int before = n;
+        const int before = *n;
         for (int t = 0; t < num_tensors; t++) {
-            if (!tensors[t].fp32 || tensors[t].group != group) continue;
-            sorted[n] = tensors[t];
-            sorted[n++].unit = num_units;
+            if (tensors[t].fp32 != fp32 || !(fp32 || tensors[t].apart) || tensors[t].group != group) continue;
+            sorted[*n] = tensors[t];
+            sorted[(*n)++].unit = *num_units;
         }
-        num_units += n > before;
+        *num_units += *n > before;
     }
-    for (int t = 0; t < num_tensors; t++) if (!tensors[t].fp32) sorted[n++] = tensors[t];
+}
+
+/* Tensors in fp32, then those apart, to the front; the others in order behind them, in the model's units. */
+static void tensors_part(Shard* s, int num_groups)
+{
+    const int num_tensors = s->num_tensors;
+    Tensor *tensors = s->tensors, *sorted = (Tensor*)malloc_checked(num_tensors * sizeof(Tensor));
+    int n = 0;
+    tensors_move(sorted, &n, &s->num_front_units, tensors, num_tensors, num_groups, true);
+    s->num_fp32_units = s->num_front_units;
+    tensors_move(sorted, &n, &s->num_front_units, tensors, num_tensors, num_groups, false);
+    for (int t = 0; t < num_tensors; t++) if (!tensors[t].fp32 && !tensors[t].apart) sorted[n++] = tensors[t];
     for (int t = 0; t < num_tensors; t++) {
-        sorted[t].home += num_units;
-        if (!sorted[t].fp32) sorted[t].unit = sorted[t].home;
+        sorted[t].home += s->num_front_units;
+        if (!sorted[t].fp32 && !sorted[t].apart) sorted[t].unit = sorted[t].home;
     }
     memcpy(tensors, sorted, num_tensors * sizeof(Tensor));
     free(sorted);
-    return num_units;
+    s->num_units += s->num_front_units;
 }
 
 /* The ranks of a unit: the group of its first tensor, which the others have too. A unit without tensors has group 0. */
@@ -186,10 +198,9 @@ static void shard_build(Shard* s, Tensor* tensors, int num_tensors, const int* g
         tensors[t].logical_first = again ? tensors[t - 1].logical_first : s->num_params;
         if (!again) s->num_params += tensors[t].file_rows * tensors[t].file_cols;
     }
-    s->num_fp32_units = tensors_part_fp32(tensors, num_tensors, num_groups);
+    tensors_part(s, num_groups);
     for (int t = 0; t < num_tensors; t++)
         tensors[t].whole = t > 0 && strcmp(tensors[t].name, tensors[t - 1].name) == 0 ? tensors[t - 1].whole : t;
-    s->num_units += s->num_fp32_units;
     s->units = (Unit*)malloc_checked(s->num_units * sizeof(Unit));
     int t = 0;
     for (int u = 0; u < s->num_units; u++) {
