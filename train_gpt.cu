@@ -242,6 +242,7 @@ int main(int argc, char** argv)
     signals_start();
     flags_parse(&flags, &flag_words_of_rows, argc, argv);
     cJSON* repeated = repeat_flags(&flags);
+    lr_default(&flags);
     DsConfig config;
     ds_config_read(&config, &flags);
     if (flags.print_config && die_rank == 0) ds_config_print(&config, stdout);

@@ -106,7 +106,7 @@ enum FlagIs {
     F(REAL,   dropout,       0,   0,         0, 0.99, SHAPES, "share of the embeddings, attention probabilities and residual branches set to 0 in training") \
     F(REAL,   attn_dropout,  0,   -1,       -1, 0.99, SHAPES, "dropout of attention probabilities alone; -1 = as --dropout") \
     HEADING(schedule, "Learning rate") \
-    F(REAL,   lr,            'l', 6e-4,      0, 1e3, SHAPES, "peak learning rate") \
+    F(REAL,   lr,            'l', 6e-4,      0, 1e3, SHAPES, "peak learning rate (2e-5 if not given where -m names weights to start from)") \
     F(ONEOF,  schedule,      0,   "cosine",  &FlagWords::schedules, 0, SHAPES, "learning rate over the steps") \
     F(INT,    warmup,        0,   -1,       -1, INT64_MAX, SHAPES, "warm-up steps; -1 = 2 % of the steps, at most 700, and half of them for onecycle") \
     F(ONEOF,  warmup_type,   0,   "linear",  "linear|log", 0, SHAPES, "the warm-up's rise: in a straight line, or as the logarithm of the step") \

@@ -193,6 +193,19 @@ static const char* model_of_hub(Run* run, const char* name)
     return run->model_path;
 }
 
+/* Does the run begin with weights that -m names? */
+static bool tunes_weights(const Flags* f)
+{
+    Config preset;
+    return f->model[0] && !f->from_scratch && !config_preset(&preset, f->model, 0, 0);
+}
+
+/* The default of -l is for new weights; those of a model that has learned are changed less. */
+static void lr_default(Flags* f)
+{
+    if (tunes_weights(f) && !f->given[FLAG_lr]) f->lr = 2e-5;
+}
+
 /* The shape of the model, from a preset or a folder with config.json. */
 static void choose_model(Run* run, const char* name, int data_V)
 {
