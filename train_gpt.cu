@@ -59,8 +59,8 @@ static void train(Run* run)
     size_t waits_before = comm_host_waits(&run->comm);
     run->reads_at_once = launches_wait();
     trace_open(run);
-    if (run->val_due) evaluate_and_say(run);
-    while (run->step < run->num_steps && run->ask != Ask::END) {
+    if (run->val_due || (f->eval_at_start && run->step == 0)) evaluate_and_say(run);
+    while (run->step < run->num_steps && run->ask != Ask::END && !run_out_of_patience(run)) {
         train_step(run);
         size_t step = ++run->step;
         for (; unread < step; unread++) {
@@ -88,7 +88,8 @@ static void train(Run* run)
             repeat_say(run, hash);
         }
         if (evals) evaluate_and_say(run);
-        saves = saves || (f->out[0] && run->ask != Ask::NONE);          // a signal since then
+        saves = saves || (f->out[0] && (run->ask != Ask::NONE || run_out_of_patience(run)));   // a signal since then
+        saves = saves || (f->keep_best && evals && run->best.step == step);
         if (saves) save(run);
         else save_poll(run, false);
         if (run->ask == Ask::SAVE) {
@@ -98,6 +99,7 @@ static void train(Run* run)
         if (saves) ask_outside_step(run);
     }
     save_poll(run, true);
+    say_best(run);
     trace_poll(run, run->step - first, true);
     if (run->ask == Ask::END)
         SAY("asked to end: stops after step %zu%s\n", run->step,
@@ -116,6 +118,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
 {
     Run run_ = {}, *run = &run_;
     run->flags = f;
+    run->best.loss = INFINITY;
     run->comm = *comm;
     bool generates = f->given[FLAG_generate] || f->given[FLAG_prompts], exports = f->given[FLAG_export_];
     bool trains = flags_num_modes(f) == 0 || f->bench;

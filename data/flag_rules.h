@@ -67,7 +67,10 @@ static const bool has_algorithms = true;
     R((FLAG_resume), \
       flag_is_word(f->resume, "auto") && !f->out[0], \
       "--resume auto looks into the folder of -o: give -o") \
-    R((FLAG_save_every, FLAG_keep, FLAG_keep_every, FLAG_on_save_error), \
+    R((FLAG_patience), \
+      f->patience > 0 && f->eval_every == 0, \
+      "--patience counts validations: give --eval-every N") \
+    R((FLAG_save_every, FLAG_keep, FLAG_keep_every, FLAG_keep_best, FLAG_on_save_error), \
       !f->out[0], \
       "%s needs -o FOLDER to save to", name) \
     R((FLAG_min_lr), \
@@ -90,7 +93,8 @@ static const bool has_algorithms = true;
       !f->bench, \
       "--bench-json goes with --bench") \
     R((FLAG_data, FLAG_val, FLAG_raw_tokens, FLAG_no_shuffle, FLAG_epochs, FLAG_eval_every, FLAG_eval_batches, \
-       FLAG_eval_stride, FLAG_out, FLAG_save_every, FLAG_keep, FLAG_keep_every, FLAG_resume, FLAG_elastic, \
+       FLAG_eval_stride, FLAG_eval_at_start, FLAG_patience, FLAG_out, FLAG_save_every, FLAG_keep, FLAG_keep_every, \
+       FLAG_keep_best, FLAG_resume, FLAG_elastic, \
        FLAG_hash_every, FLAG_check_replicas, FLAG_batch_ramp, FLAG_seq_ramp), \
       f->bench, \
       "%s does not go with --bench, whose tokens are synthetic, whose steps are all alike, and which writes nothing " \

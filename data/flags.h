@@ -117,12 +117,15 @@ enum FlagIs {
     F(TEXT,   schedule_params, 0, "",        0, 0, SHAPES, "with --schedule-as deepspeed: NAME=VALUE,... of its OneCycle, LRRangeTest and total_num_steps, by its names") \
     HEADING(validation, "Validation") \
     F(INT,    eval_every,    0,   0,         0, INT64_MAX, 0, "validate every so many steps; 0 = at the end only") \
+    F(SWITCH, eval_at_start, 0,   false,     0, 0, 0, "validate before the first step too") \
+    F(INT,    patience,      0,   0,         0, 1 << 30, 0, "stop after so many validations in a row without a lower loss; 0 = never") \
     F(INT,    eval_batches,  0,   0,         0, INT64_MAX, 0, "at most so many global micro-batches per validation; 0 = the whole set") \
     F(INT,    eval_stride,   0,   0,         0, 1 << 24, 0, "validation windows begin so many tokens apart; each token counts once; 0 = -t") \
     HEADING(save, "Checkpoints") \
     F(INT,    save_every,    0,   0,         0, INT64_MAX, 0, "checkpoint every so many steps; 0 = at the end only (with -o)") \
     F(INT,    keep,          0,   0,         0, 1 << 20, 0, "the newest checkpoints to keep: older ones are deleted; 0 = all") \
     F(INT,    keep_every,    0,   0,         0, INT64_MAX, 0, "with --keep: also keep those of every so many steps") \
+    F(SWITCH, keep_best,     0,   false,     0, 0, 0, "save after each validation with the lowest loss so far, and keep that checkpoint whatever --keep says") \
     F(ONEOF,  on_save_error, 0,   "continue", "continue|stop", 0, 0, "after a failed save (full disk), which is reported: continue training, or stop") \
     HEADING(checks, "Log and checks") \
     F(INT,    log_every,     0,   1,         1, INT64_MAX, 0, "print every so many steps (the log file has all)") \

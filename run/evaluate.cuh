@@ -39,12 +39,33 @@ static EvalResult evaluate(Run* run)
     F(bits_per_byte, real, "bits per byte",  bits > 0, bits, "the same loss per byte of text, where the shards have its length") \
     F(val_tokens,    int,  "tokens",         true, (long long)r.num_tokens, "that it is the mean of")
 
+/* Have --patience validations in a row brought no lower loss? */
+static bool run_out_of_patience(const Run* run)
+{
+    return run->flags->patience > 0 && run->best.num_since >= (size_t)run->flags->patience;
+}
+
+/* The lines at the end of a run. */
+static void say_best(const Run* run)
+{
+    const Flags* f = run->flags;
+    if (run_out_of_patience(run) && run->step < run->num_steps)
+        SAY("stops   after step %zu: %zu validations without a lower loss (--patience)\n", run->step,
+            run->best.num_since);
+    if ((!f->keep_best && f->patience == 0) || !std::isfinite(run->best.loss)) return;
+    SAY("best    validation loss %.6f after step %zu", run->best.loss, run->best.step);
+    if (f->keep_best && run->best.step > 0) SAY(": %s/step_%08zu", f->out, run->best.step);
+    SAY("\n");
+}
+
 static void evaluate_and_say(Run* run)
 {
     if (!run->has_val) return;
     EvalResult r = evaluate(run);
     run->val_due = r.ended;
     if (run->val_due) return;
+    run->best.num_since++;
+    if (r.num_tokens > 0 && r.loss < run->best.loss) run->best = Best{r.loss, run->step, 0};
     if (r.num_tokens == 0) {
         ENSURE(!run->flags->eval, "--eval: no token counts in the windows of -t %d that --eval-batches leaves", run->T);
         SAY("val  %zu/%zu | loss n/a: no token counts in its windows\n", run->step, run->num_steps);

@@ -99,6 +99,7 @@ static void save(Run* run)
     state.seq_len = run->T;
     state.global_batch = run->global_batch;
     state.val_due = run->val_due;
+    state.best = run->best;
     state.num_applied = last->num_applied;
     state.num_skipped = last->num_skipped;
     state.num_skipped_in_a_row = last->num_skipped_in_a_row;
@@ -115,7 +116,7 @@ static void save_start(Run* run)
 {
     const Flags* f = run->flags;
     if (!f->out[0]) return;
-    SaverConfig config = {f->out, (size_t)f->keep, (size_t)f->keep_every, write_checkpoint_files, run};
+    SaverConfig config = {f->out, (size_t)f->keep, (size_t)f->keep_every, f->keep_best, write_checkpoint_files, run};
     saver_start(&run->saver, &config, run->step);
 }
 
@@ -329,6 +330,7 @@ static void resume(Run* run, char (&folder)[4096])
     run->resumed_applied = state.num_applied;
     if (resumes_automatically(run)) memcpy(run->resumed_from, folder, sizeof folder);
     run->val_due = state.val_due;
+    run->best = state.best;
     ENSURE(state.seq_len == (size_t)run->T,
            "%s: was trained with -t %zu, now -t %d: the data position counts windows of that length; give -t %zu",
            folder, state.seq_len, run->T, state.seq_len);

@@ -77,6 +77,7 @@ typedef struct Run {
     bool reads_at_once;            // launches return when their work is done: the result of a step is there
     Ask ask;                       // the request by signal that the ranks have agreed on
     bool val_due;                  // a signal ended the validation of this step early
+    Best best;                     // of the validations
     bool seen_skip;                // the newest result is a skipped step: read each before the next begins
     double mean_step_s;
     bool on_terminal, bar_drawn;
@@ -324,6 +325,11 @@ static void open_loaders(Run* run)
         run->train->config.limit_windows = windows;
         run->num_steps = last_step(run, 0, windows);
     }
+    char name[64];
+    for (FlagIdx idx : {FLAG_eval_at_start, FLAG_patience, FLAG_keep_best})
+        if (!run->has_val && f->given[idx])
+            die_usage("%s needs a validation set: no val_*.bin in %s; give --val",
+                      flag_long_name(&flag_rows[idx], name), f->data);
     if (!run->has_val) return;
     config.flag = "--val";
     config.G = 1;

@@ -19,6 +19,12 @@
 #include "init.h"
 #include "weights.h"
 
+/* Of the validations so far the one with the least loss: INFINITY before the first. */
+typedef struct Best {
+    double loss;
+    size_t step, num_since;             // its step, and the validations since
+} Best;
+
 typedef struct RunState {
     size_t step;                        // steps done, skipped ones included
     size_t position_windows;            // of the data stream
@@ -31,6 +37,7 @@ typedef struct RunState {
     bool fp32_weights, fp32_moments;    // were stored exactly; other storage rounds them on resume
     Spikes spikes;
     bool val_due;                       // a signal ended the validation after this step early
+    Best best;
     char flags[2048];                   // flags that are SHAPES, "NAME=VALUE\n" each; empty in older checkpoints
 } RunState;
 
@@ -271,6 +278,12 @@ static void state_json_write(const RunState* s, const Zero* z, const uint64_t* s
     json_add_int(j, "num_ranks", z->comm->num_ranks);
     json_add_int(j, "zero_stage", z->stage);
     if (s->val_due) json_add_bool(j, "val_due", true);
+    if (std::isfinite(s->best.loss)) {
+        cJSON* best = json_add_object(j, "best");
+        json_add_float(best, "loss", s->best.loss);
+        json_add_int(best, "step", (long long)s->best.step);
+        json_add_int(best, "num_since", (long long)s->best.num_since);
+    }
     lines_add(json_add_array(j, "flags"), s->flags);
     json_add_string(j, "optimizer", z->optimizer->name);
     json_add_string(j, "precision", FLOATX_NAME);
@@ -331,6 +344,13 @@ static void load_counters(const CheckpointLoad* l)
     s->fp32_weights = strcmp(json_string_or(j, "master", "fp32", path), "bf16") != 0;
     s->fp32_moments = strcmp(json_string_or(j, "moments", "fp32", path), "fp32") == 0;
     s->val_due = json_bool_or(j, "val_due", false, path);
+    s->best = Best{INFINITY, 0, 0};
+    if (json_has(j, "best")) {
+        const cJSON* best = json_object(j, "best", path);
+        s->best = Best{json_float(best, "loss", -1e300, 1e300, path),
+                       (size_t)json_int(best, "step", 0, JSON_MAX_INT, path),
+                       (size_t)json_int(best, "num_since", 0, JSON_MAX_INT, path)};
+    }
     if (json_has(j, "flags")) lines_join(s->flags, json_array(j, "flags", path));
     if (!json_has(j, "spikes")) return;
     const cJSON* spikes = json_object(j, "spikes", path);

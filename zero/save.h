@@ -34,6 +34,7 @@ enum SaveStatus { SAVE_WELL, SAVE_FAILED, SAVE_BUSY };   // of one rank in a pha
 typedef struct SaverConfig {
     const char* out;                                     // the run folder
     size_t keep, keep_every;                             // 0: all
+    bool keeps_best;                                     // the one of the least validation loss too
     void (*small_files)(const char* folder, void* context);   // config.json and others; no CUDA or MPI call
     void* context;
 } SaverConfig;
@@ -93,6 +94,7 @@ static void save_prune(void* arg)
     for (int i = (int)s->config.keep; i < count; i++) {
         char path[4096], temporary[4096];
         if (s->config.keep_every > 0 && steps[i] % (long long)s->config.keep_every == 0) continue;
+        if (s->config.keeps_best && steps[i] == (long long)s->state.best.step) continue;
         checkpoint_path(path, s->config.out, (size_t)steps[i], "");
         checkpoint_path(temporary, s->config.out, (size_t)steps[i], s->partial);
         if (TEMP_FAILURE_RETRY(rename(path, temporary)) == 0) folder_remove(temporary, s->beside);
