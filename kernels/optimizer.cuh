@@ -21,6 +21,7 @@
  *         variant. Lion: Chen et al. 2023, arXiv:2302.06675. Adagrad: Duchi et al. 2011. Muon: Jordan 2024,
  *         kellerjordan.github.io/posts/muon */
 #pragma once
+#include <climits>
 #include "step.cuh"
 #include "values.cuh"
 
@@ -460,35 +461,13 @@ HOSTDEV Values optimizer_gapped(const OptimizerArrays& a, size_t gap)
     return gapped;
 }
 
-/* The constants of the runs that have some of a block's elements, a thread a run. What they have in common is made once
- * a step (StepFactors); of operations in double, of which some GPUs do one in the time of 64, a few are left. */
-template <class R> DEV void run_factors_of_block(typename R::Factors* factors, size_t first, size_t num_elems,
-                                                 const OptimizerRuns& runs, const OptimizerConfig& config,
-                                                 const double* sums, const StepState* state)
-{
-    const int run = threadIdx.x;
-    if (run < runs.num_runs && runs.end[run] > first && (run == 0 || runs.end[run - 1] < first + num_elems))
-        factors[run] = run_factors<R>(runs, run, config, sums, state);
-    __syncthreads();
-}
-
-/* One vector of W a thread; where a run ends within it, element by element. In fp32 param is the master. At any
- * precision W = 4: a warp's 16 bytes of fp32 a thread lie side by side, and so do the 8 bytes of a 16-bit param; with
- * 8 elements a thread each request touched every sector of twice its bytes. */
-template <class R, int W> static __global__ void __launch_bounds__(OPTIMIZER_BLOCK, 4)
-optimizer_kernel(OptimizerArrays a, OptimizerRuns runs, OptimizerConfig config, const double* sums,
-                 const StepState* state)
+/* A vector of W elements from element i on. Where a run ends within it, element by element. */
+template <class R, int W> DEV void optimizer_vec(const OptimizerArrays& a, const OptimizerRuns& runs,
+                                                 const typename R::Factors* factors, bool at_random, uint64_t key,
+                                                 size_t i)
 {
     constexpr unsigned STATES = STATES_READ<R>, WRITTEN = R::WRITES_STATES ? STATES : 0;
-    SHARED(typename R::Factors, factors, [OPTIMIZER_MAX_RUNS]);
-    if (state->skip != Skip::NONE) return;
-    run_factors_of_block<R>(factors, (size_t)blockIdx.x * OPTIMIZER_BLOCK * W, OPTIMIZER_BLOCK * W, runs, config, sums,
-                            state);
-    const size_t first = ((size_t)blockIdx.x * OPTIMIZER_BLOCK + threadIdx.x) * W, n = runs.end[runs.num_runs - 1];
-    if (first >= n) return;
-    const bool at_random = rounds_at_random(a);
-    const uint64_t key = at_random ? random_key(config.seed, state) : 0;
-    size_t i = first;
+    const size_t end = min(i + W, runs.end[runs.num_runs - 1]);
     int run = 0;
     while (runs.end[run] <= i) run++;
     typename R::Factors f = factors[run];
@@ -526,7 +505,7 @@ optimizer_kernel(OptimizerArrays a, OptimizerRuns runs, OptimizerConfig config, 
         if constexpr (R::READS_PARAM) values_store(a.master, i, p, random);
         if (R::READS_PARAM && has_copy(a)) weights_store(a.param + i, p);
     } else {
-        for (; i < first + W && i < n; i++) {
+        for (; i < end; i++) {
             for (; runs.end[run] <= i; run++) f = factors[run + 1];
             if (runs.left_out[run]) continue;
             const Values gapped = optimizer_gapped(a, runs.gap[run]);
@@ -548,6 +527,26 @@ optimizer_kernel(OptimizerArrays a, OptimizerRuns runs, OptimizerConfig config, 
     }
 }
 
+/* In fp32 param is the master. At any precision W = 4: a warp's 16 bytes of fp32 a thread lie side by side, and so do
+ * the 8 bytes of a 16-bit param; with 8 elements a thread each request touched every sector of twice its bytes.
+ * Each block computes the constants of all runs first, a thread a run. What they have in common is computed once a step
+ * (StepFactors); of operations in double, of which some GPUs do one in the time of 64, a few are left. */
+template <class R, int W> static __global__ void __launch_bounds__(OPTIMIZER_BLOCK, 4)
+optimizer_kernel(OptimizerArrays a, OptimizerRuns runs, OptimizerConfig config, const double* sums,
+                 const StepState* state)
+{
+    SHARED(typename R::Factors, factors, [OPTIMIZER_MAX_RUNS]);
+    if (state->skip != Skip::NONE) return;
+    const int run = threadIdx.x;
+    if (run < runs.num_runs) factors[run] = run_factors<R>(runs, run, config, sums, state);
+    __syncthreads();
+    const bool at_random = rounds_at_random(a);
+    const uint64_t key = at_random ? random_key(config.seed, state) : 0;
+    const size_t n = runs.end[runs.num_runs - 1], stride = (size_t)gridDim.x * OPTIMIZER_BLOCK * W;
+    for (size_t i = ((size_t)blockIdx.x * OPTIMIZER_BLOCK + threadIdx.x) * W; i < n; i += stride)
+        optimizer_vec<R, W>(a, runs, factors, at_random, key, i);
+}
+
 #endif
 
 /* What a pass moves: of one element, and of how many. */
@@ -567,10 +566,10 @@ static size_t optimizer_elems(const OptimizerRuns* runs)
     return n;
 }
 
-/* One pass over all runs, in one launch. sums is LAMB's. */
+/* One pass over all runs, in one launch of at most max_blocks blocks. sums is LAMB's. */
 template <class R> static void optimizer_update(const OptimizerArrays& a, const OptimizerRuns* runs,
                                                 OptimizerConfig config, const double* sums, const StepState* state,
-                                                cudaStream_t stream)
+                                                cudaStream_t stream, size_t max_blocks = INT_MAX)
 {
     const size_t num_updated = optimizer_elems(runs);
     if (num_updated == 0) return;
@@ -582,12 +581,10 @@ template <class R> static void optimizer_update(const OptimizerArrays& a, const 
     vec = vec && values_are_vec(a.grad, 4);
     for (int k = 0; k < MAX_STATES; k++) vec = vec && (!(STATES_READ<R> >> k & 1) || values_are_vec(a.states[k], 4));
     for (int run = 0; run < runs->num_runs; run++) vec = vec && runs->gap[run] % 4 == 0;
-    if (vec)
-        LAUNCH((optimizer_kernel<R, 4>), (unsigned)ceil_div(n, OPTIMIZER_BLOCK * 4), OPTIMIZER_BLOCK, 0, stream, a,
-               *runs, config, sums, state);
-    else
-        LAUNCH((optimizer_kernel<R, 1>), (unsigned)ceil_div(n, OPTIMIZER_BLOCK), OPTIMIZER_BLOCK, 0, stream, a,
-               *runs, config, sums, state);
+    const size_t num_blocks = ceil_div(n, OPTIMIZER_BLOCK * (vec ? 4 : 1));
+    const unsigned grid = (unsigned)(num_blocks < max_blocks ? num_blocks : max_blocks);
+    if (vec) LAUNCH((optimizer_kernel<R, 4>), grid, OPTIMIZER_BLOCK, 0, stream, a, *runs, config, sums, state);
+    else LAUNCH((optimizer_kernel<R, 1>), grid, OPTIMIZER_BLOCK, 0, stream, a, *runs, config, sums, state);
     CUDA_CHECK(cudaGetLastError());
 #endif
 }

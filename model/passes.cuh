@@ -316,6 +316,8 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     m->micro = micro;
     phase_begin(Phase::FORWARD);
     model_forward(m, B, T);
+    phase_begin(Phase::BACKWARD);
+    if (micro == 0) zero_backward_begin(z);
     phase_begin(Phase::HEAD);
     if (m->chunks_vocab) head_loss_chunked(m, N, dloss, true, micro, num_micro);
     else head_loss(m, N, dloss, true);

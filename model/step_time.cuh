@@ -6,8 +6,9 @@
  * network  bytes / link + 50 us per collective. Among more than 8 ranks the link is that of a host's 8 adapters. With
  *       overlap, communication hidden behind the backward (gradients) and the forward (parameters) costs them only the
  *       multiprocessors that it takes; the embeddings' gradient comes last and is exposed.
- * host  with --offload: bytes of the update in host memory / PCIe bandwidth, if that is longer than the update. Copies
- *       of parameter slices before a gather, and of reduced gradients, count as communication. In the CPU build host
+ * host  with --offload: bytes of the update in host memory / PCIe bandwidth, if that is longer than the update. With
+ *       overlap the next forward hides what PCIe takes longer than device memory would. Copies of parameter slices
+ *       before a gather, and of reduced gradients, count as communication. In the CPU build host
  *       memory is the device's
  * What the rates are taken from is in docs/benchmarks.md. */
 #pragma once
@@ -119,6 +120,17 @@ static void wire_time(StepTime* t, const Device* d, const Model* m, double rate)
     t->exposed_s += taken_share(d, rate) * fmax(0, t->wire_s - t->exposed_s);
 }
 
+/* What a step waits for its update, whose operations take t->update_s in device memory. The norm of gradients in host
+ * memory comes before; beside the rest runs the forward of the next step's first micro-step. That needs device memory
+ * as the update does, but not PCIe. */
+static double update_seconds(const StepTime* t, const Device* d, const Zero* z)
+{
+    const double norm_s = (double)host_bytes(z).gradients / host_rate(d);
+    const double rest_s = update_host_bytes(z) / host_rate(d) - norm_s;
+    const double hidden_s = z->overlap ? t->forward_s / z->num_micro_steps : 0;
+    return fmax(t->update_s, norm_s + fmax(0, rest_s - hidden_s));
+}
+
 static StepTime step_time(const Device* d, const Model* m, const Costs* costs)
 {
     StepTime t = {};
@@ -128,7 +140,7 @@ static StepTime step_time(const Device* d, const Model* m, const Costs* costs)
                                                                                               : &t.backward_s;
         *part_s += cost_seconds(d, m, c);
     }
-    if (d->row != nullptr) t.update_s = fmax(t.update_s, update_host_bytes(m->zero) / host_rate(d));
+    if (d->row != nullptr) t.update_s = update_seconds(&t, d, m->zero);
     double rate = wire_rate(d, m->zero->comm->num_ranks);
     if (rate > 0) wire_time(&t, d, m, rate);
     if (rate > 0 && m->config.tp > 1) {              // nothing hides it: what follows reads it

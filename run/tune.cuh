@@ -179,7 +179,7 @@ static void tune_cache_write(const Tuner* t)
 
 // ------------------------------------------------------------------------------------------------------------ times
 /* A micro-step whose gradients are discarded: it makes the plan of every GEMM, with its operands, and of what replaces
- * it without its epilogue. The next zero_step_begin clears its sums. */
+ * it without its epilogue. The next step clears its sums. */
 static void tune_micro(Run* run)
 {
     Zero* z = &run->zero;

@@ -86,6 +86,7 @@ static void step(Zero* z, const Run* run, const float* grads, const float (&shar
     for (int u = 0; u < z->shard->num_units; u++) spoil_gradient(z, u);
     zero_step_begin(z);
     for (int u = 0; u < z->shard->num_units; u++) zero_params_begin(z, u);   // as a forward asks for them
+    zero_backward_begin(z);
     for (int u = z->shard->num_units - 1; u >= 0; u--) {
         if (unit_is_buffered(&z->grad_buckets, u)) spoil_gradient(z, u);
         float* grad = zero_gradient_begin(z, u);

@@ -210,17 +210,18 @@ static void zero_locate_grad_parts(Zero* z)
 /* After plan_allocate: streams, events, tables. Events are recorded once, so that the first wait for each returns. */
 static void zero_start(Zero* z)
 {
-    int lowest, highest;    // collectives go first: else their blocks wait for those of whole GEMMs
+    int lowest, highest;    // collectives and updates go first: else their blocks wait for those of whole GEMMs
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
     CUDA_CHECK(cudaStreamCreateWithFlags(&z->compute, cudaStreamNonBlocking));
-    z->reduce = z->gather = z->d2h = z->compute;
+    z->reduce = z->update = z->gather = z->d2h = z->compute;
     if (z->overlap) {
-        for (cudaStream_t* stream : {&z->reduce, &z->gather})
+        for (cudaStream_t* stream : {&z->reduce, &z->update, &z->gather})
             CUDA_CHECK(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, highest));
         CUDA_CHECK(cudaStreamCreateWithFlags(&z->d2h, cudaStreamNonBlocking));
     }
     profile_stream(z->compute, "compute");
     profile_stream(z->reduce, "reduce");
+    profile_stream(z->update, "update");
     profile_stream(z->gather, "gather");
     for (cudaEvent_t* event : {&z->edge, &z->states_copied, &z->grad_buffer_free[0], &z->grad_buffer_free[1]})
         CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
@@ -229,10 +230,12 @@ static void zero_start(Zero* z)
         CUDA_CHECK(cudaEventRecord(z->grad_buffer_free[k], z->reduce));
         z->cached_bucket[k] = -1;
     }
-    z->params_ready = (cudaEvent_t*)malloc_checked(z->param_buckets.num_buckets * sizeof(cudaEvent_t));
-    for (int b = 0; b < z->param_buckets.num_buckets; b++) {
-        CUDA_CHECK(cudaEventCreateWithFlags(&z->params_ready[b], cudaEventDisableTiming));
-        CUDA_CHECK(cudaEventRecord(z->params_ready[b], z->gather));
+    for (cudaEvent_t** events : {&z->params_updated, &z->params_ready}) {
+        *events = (cudaEvent_t*)malloc_checked(z->param_buckets.num_buckets * sizeof(cudaEvent_t));
+        for (int b = 0; b < z->param_buckets.num_buckets; b++) {
+            CUDA_CHECK(cudaEventCreateWithFlags(&(*events)[b], cudaEventDisableTiming));
+            CUDA_CHECK(cudaEventRecord((*events)[b], z->gather));
+        }
     }
     zero_locate_units(z);
     if (z->training) zero_locate_grad_parts(z);
@@ -244,11 +247,13 @@ static void zero_free(Zero* z)
     comm_shows_progress(z->comm, false);
     for (cudaEvent_t event : {z->edge, z->states_copied, z->grad_buffer_free[0], z->grad_buffer_free[1]})
         CUDA_CHECK(cudaEventDestroy(event));
-    for (int b = 0; b < z->param_buckets.num_buckets; b++) CUDA_CHECK(cudaEventDestroy(z->params_ready[b]));
+    for (cudaEvent_t* events : {z->params_updated, z->params_ready}) {
+        for (int b = 0; b < z->param_buckets.num_buckets; b++) CUDA_CHECK(cudaEventDestroy(events[b]));
+        free(events);
+    }
     CUDA_CHECK(cudaStreamDestroy(z->compute));
     if (z->overlap)
-        for (cudaStream_t stream : {z->reduce, z->gather, z->d2h}) CUDA_CHECK(cudaStreamDestroy(stream));
-    free(z->params_ready);
+        for (cudaStream_t stream : {z->reduce, z->update, z->gather, z->d2h}) CUDA_CHECK(cudaStreamDestroy(stream));
     free(z->unit_grads);
     free(z->whole_grads);
     free(z->unit_params);

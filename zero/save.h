@@ -385,10 +385,11 @@ static void saver_wait(Saver* s)
     s->waited_s += now_s() - before_s;
 }
 
-/* Copies this rank's slices to the host. The host has already waited for the end of the step, so d2h need not. */
+/* Copies this rank's slices to the host, once they are updated. */
 static void states_copy(Saver* s)
 {
     Zero* z = s->zero;
+    stream_wait(z->d2h, z->update, z->edge, "the step's updates are written");
     for (int i = 0; i < NUM_STATES * z->shard->num_tensors; i++) {
         int state = i / z->shard->num_tensors;
         const Tensor* t = &z->shard->tensors[i % z->shard->num_tensors];

@@ -22,10 +22,14 @@
  * `deterministic`. NCCL's rings, trees and switches each have another, and the collective, its size and the machine
  * choose among them.
  *
- * Streams: compute runs forward, backward and the optimizer; reduce sends gradients; gather sends parameters; d2h
- * copies states to be saved. stream_wait orders them. Without overlap all are one stream. Units are sent in buckets
- * (buckets.h). Nothing here knows a transformer: the model calls zero_params_begin(u) before it uses unit u's
- * parameters, and zero_gradient_begin(u) and zero_gradient_end(u) around the kernels that compute unit u's gradient. */
+ * Streams: compute runs forward, backward and the decision of a step; reduce sends gradients; update runs the
+ * optimizer; gather sends parameters; d2h copies states to be saved. stream_wait orders them. Without overlap all are
+ * one stream. Units are sent in buckets (buckets.h). A step updates nothing before its decision, and then one bucket
+ * after another in the order of the forward. The next forward waits for each bucket's update and gather where it uses
+ * it, and for no other; so it runs beside the updates of later buckets, with the same bits. The backward waits for all.
+ * Nothing here knows a transformer: the model calls zero_params_begin(u) before it uses unit u's parameters,
+ * zero_backward_begin() after a step's first forward, and zero_gradient_begin(u) and zero_gradient_end(u) around the
+ * kernels that compute unit u's gradient. */
 #pragma once
 #include "kernels/accumulate.cuh"
 #include "kernels/clear.cuh"
@@ -137,12 +141,13 @@ typedef struct Zero {
     bool allows_nonfinite;
     NonFinite nonfinite;        // of what this rank has read
     unsigned short* halves;     // (2, STAGING_ELEMS) pinned: the same for data in 16 bits
-    cudaStream_t compute, reduce, gather;
+    cudaStream_t compute, reduce, update, gather;
     cudaStream_t d2h;           // states to the host, for a checkpoint (save.h)
-    cudaEvent_t states_copied;  // d2h -> compute: states may be overwritten
+    cudaEvent_t states_copied;  // d2h -> update: states may be overwritten
     cudaEvent_t edge;           // for stream_wait
     cudaEvent_t grad_buffer_free[UNIT_BUFFERS]; // reduce -> compute: the buffer may be overwritten
-    cudaEvent_t* params_ready;  // (param buckets) gather -> compute: the bucket's parameters are whole
+    cudaEvent_t* params_updated;   // (param buckets) update -> gather: what this rank owns of the bucket is updated
+    cudaEvent_t* params_ready;  // (param buckets) gather, or update -> compute: the bucket's parameters are whole
 } Zero;
 
 /* Stream `to` waits for all work enqueued on `from` so far. The reason is for the reader. */
@@ -327,7 +332,9 @@ static void bucket_gather(Zero* z, int b)
 {
     CommunicationScope communication(z->gather, z->comm->num_ranks > 1);
     const Buckets* buckets = &z->param_buckets;
-    stream_wait(z->gather, z->compute, z->edge, "the slices are updated, and the buffer may be overwritten");
+    if (bucket_is_buffered(buckets, b))
+        stream_wait(z->gather, z->compute, z->edge, "the buffer may be overwritten");
+    CUDA_CHECK(cudaStreamWaitEvent(z->gather, z->params_updated[b], 0));
     {
         OP_GROUP("gather_parameters", comm_kind(z->comm), z->gather);
         comm_group_begin(z->comm);
@@ -369,7 +376,7 @@ static void zero_params_begin(Zero* z, int u)
     if (u == z->visits[0]) z->visit = 0;
     assert(z->visits[z->visit] == u);
     if (bucket_is_buffered(buckets, b)) buffer_gather(z, b);
-    wait_for_ranks(z, z->params_ready[b]);   // the bucket is gathered
+    wait_for_ranks(z, z->params_ready[b]);   // the bucket is updated and gathered
     int next = next_buffered_bucket(z, z->visit++);
     if (bucket_is_buffered(buckets, next)) buffer_gather(z, next);
 }
@@ -380,23 +387,32 @@ static void zero_cache_clear(Zero* z)
     for (int k = 0; k < UNIT_BUFFERS; k++) z->cached_bucket[k] = -1;
 }
 
-/* The slices of bucket b have changed: gathers it if it is whole on every rank, else it is no longer cached. */
+/* The update stream has changed the slices of bucket b: gathers it if it is whole on every rank, else it is no longer
+ * cached. */
 static void zero_params_changed(Zero* z, int b)
 {
-    if (bucket_is_buffered(&z->param_buckets, b)) z->cached_bucket[z->param_buckets.buffer[b]] = -1;
-    else if (zero_slices_states(z)) bucket_gather(z, b);
-    else bucket_round(z, b, z->compute);
+    CUDA_CHECK(cudaEventRecord(z->params_updated[b], z->update));
+    if (bucket_is_buffered(&z->param_buckets, b)) {
+        z->cached_bucket[z->param_buckets.buffer[b]] = -1;
+    } else if (zero_slices_states(z)) {
+        bucket_gather(z, b);
+    } else {
+        bucket_round(z, b, z->update);
+        CUDA_CHECK(cudaEventRecord(z->params_ready[b], z->update));
+    }
 }
 
 /* The same for all buckets, after loading. */
 static void zero_params_loaded(Zero* z)
 {
+    stream_wait(z->update, z->compute, z->edge, "the weights are loaded");
     for (int b = 0; b < z->param_buckets.num_buckets; b++) zero_params_changed(z, b);
 }
 
-/* Before code outside the model reads parameters on the compute stream. */
+/* Before code outside the model reads parameters or states on the compute stream. */
 static void zero_params_settle(Zero* z)
 {
+    stream_wait(z->compute, z->update, z->edge, "no update is still writing");
     stream_wait(z->compute, z->gather, z->edge, "no gather is still writing");
 }
 
@@ -433,11 +449,17 @@ static void gradient_clear(Zero* z, int u)
     ranges_clear(z->unit_grads[u], &ranges, z->compute);
 }
 
-/* Before the first micro-step of a step: clears its sums and, of gradients that kernels sum over micro-steps, what no
- * GEMM overwrites. */
+/* Before the first micro-step of a step: clears its sums. */
 static void zero_step_begin(Zero* z)
 {
     CUDA_CHECK(cudaMemsetAsync(z->step_sums, 0, NUM_STEP_SUMS * sizeof(double), z->compute));
+}
+
+/* Between forward and backward of the first micro-step of a step: clears, of gradients that kernels sum over
+ * micro-steps, what no GEMM overwrites. */
+static void zero_backward_begin(Zero* z)
+{
+    stream_wait(z->compute, z->update, z->edge, "the updates have read the gradients, and the state of their step");
     for (int u = 0; u < z->shard->num_units; u++)
         if (!unit_is_buffered(&z->grad_buckets, u) && !unit_accumulates(z, u)) gradient_clear(z, u);
 }

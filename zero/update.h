@@ -11,6 +11,8 @@
 #include "kernels/muon.cuh"
 #include "stages.h"
 
+enum { HOST_UPDATE_BLOCKS = 16 };
+
 // ------------------------------------------------------------------------------------------------------------ units
 /* What one launch updates: `range` of unit u from element `first`, at most OPTIMIZER_MAX_RUNS tensors. */
 static Range unit_chunk(const Zero* z, int u, Range range, size_t first)
@@ -45,6 +47,13 @@ static OptimizerRuns unit_runs(const Zero* z, int u, Range range, bool hidden_on
     return runs;
 }
 
+/* Blocks of an update. Over PCIe a few are enough, with 256 KiB under way at a time and less than 2 us until they come;
+ * the multiprocessors are left to the forward beside it. */
+static size_t update_blocks(const Zero* z)
+{
+    return zero_place(z, OFFLOAD_OPTIMIZER) == Place::HOST ? HOST_UPDATE_BLOCKS : INT_MAX;
+}
+
 /* Applies pass R to what this rank owns of unit u, mostly in one launch. */
 template <class R> static void unit_update(Zero* z, int u, OptimizerConfig config, bool hidden_ones = false)
 {
@@ -57,7 +66,7 @@ template <class R> static void unit_update(Zero* z, int u, OptimizerConfig confi
         for (int k = 0; k < MAX_STATES; k++)
             if (z->states[k] != nullptr)
                 arrays.states[k] = values_from(zero_unit_state(z, k, u), first - owned.first);
-        optimizer_update<R>(arrays, &runs, config, z->lamb_sums, z->state, z->compute);
+        optimizer_update<R>(arrays, &runs, config, z->lamb_sums, z->state, z->update, update_blocks(z));
     }
 }
 
@@ -65,8 +74,8 @@ template <class R> static void unit_update(Zero* z, int u, OptimizerConfig confi
 static void lamb_sums_clear(Zero* z)
 {
     const size_t n = 2 * (size_t)z->shard->num_tensors;
-    OP_CALL("cudaMemsetAsync", z->compute, n * sizeof(double), n);
-    CUDA_CHECK(cudaMemsetAsync(z->lamb_sums, 0, n * sizeof(double), z->compute));
+    OP_CALL("cudaMemsetAsync", z->update, n * sizeof(double), n);
+    CUDA_CHECK(cudaMemsetAsync(z->lamb_sums, 0, n * sizeof(double), z->update));
 }
 
 template <class R> static void lamb_begin(Zero* z, OptimizerConfig config)
@@ -81,10 +90,10 @@ template <class R> static void lamb_begin(Zero* z, OptimizerConfig config)
             OptimizerRuns runs = unit_runs(z, u, chunk, false);
             lamb_norms(z->lamb_sums, z->lamb_scratch, zero_state(z, STATE_WEIGHTS, u, first),
                        zero_state(z, STATE_FIRST, u, first), zero_state(z, STATE_FIRST + 1, u, first), &runs,
-                       config.eps, z->compute);
+                       config.eps, z->update);
         }
     }
-    comm_all_reduce(z->all, z->lamb_sums, 2 * (size_t)s->num_tensors, ncclFloat64, z->compute);
+    comm_all_reduce(z->all, z->lamb_sums, 2 * (size_t)s->num_tensors, ncclFloat64, z->update);
 }
 
 // ------------------------------------------------------------------------------------------------------------- Muon
@@ -148,7 +157,7 @@ static void muon_tensor(Zero* z, const Tensor* t, float* values)
     double fan_out = t->in_out ? cols : rows, fan_in = t->in_out ? rows : cols;
     for (int k = 0; k < t->num_fused; k++)
         muon_orthogonalise(values + (size_t)k * cols, m->x, m->gram, m->parts, rows, cols, t->shape[1],
-                           (float)sqrt(fmax(1.0, fan_out / fan_in)), z->compute);
+                           (float)sqrt(fmax(1.0, fan_out / fan_in)), z->update);
 }
 
 /* Sends the slices of matrix idx to the rank that works on it, or back. */
@@ -162,21 +171,21 @@ static void muon_move(Zero* z, int idx, bool back)
         if (part.count == 0 || i == owner || (rank != owner && rank != i)) continue;
         bool receives = (rank == owner) != back;
         float* data = rank == owner ? m->whole + (part.first - t->first) : muon_grad(z, t, part.first);
-        if (receives) comm_receive(m->group, data, part.count, rank == owner ? i : owner, z->compute);
-        else comm_send(m->group, data, part.count, rank == owner ? i : owner, z->compute);
+        if (receives) comm_receive(m->group, data, part.count, rank == owner ? i : owner, z->update);
+        else comm_send(m->group, data, part.count, rank == owner ? i : owner, z->update);
     }
     Range own = muon_part(z, t, rank);
     if (rank != owner || own.count == 0) return;
     float *whole = m->whole + (own.first - t->first), *grad = muon_grad(z, t, own.first);
     CUDA_CHECK(cudaMemcpyAsync(back ? grad : whole, back ? whole : grad, own.count * sizeof(float),
-                               cudaMemcpyDeviceToDevice, z->compute));
+                               cudaMemcpyDeviceToDevice, z->update));
 }
 
 /* The same for the matrices of a round, [first, end). */
 static void muon_move_round(Zero* z, int first, int end, bool back)
 {
-    CommunicationScope communication(z->compute, true);
-    OP_GROUP("move_matrices", SpanKind::COMMUNICATION, z->compute);
+    CommunicationScope communication(z->update, true);
+    OP_GROUP("move_matrices", SpanKind::COMMUNICATION, z->update);
     comm_group_begin(z->comm);
     for (int idx = first; idx < end; idx++) muon_move(z, idx, back);
     comm_group_end(z->comm);
@@ -238,8 +247,8 @@ static size_t phase_sent_bytes(const Zero* z)
 }
 
 // --------------------------------------------------------------------------------------------------------- the step
-/* Applies optimizer R to what this rank owns. A bucket is gathered while the next is updated; the next forward waits
- * for each bucket before it uses it. */
+/* Applies optimizer R to what this rank owns, in the order of the forward. A bucket is gathered while the next is
+ * updated. */
 template <class R> static void params_update(Zero* z, OptimizerConfig config)
 {
     constexpr bool matrices = R::PHASE == TensorPhase::MATRICES;
@@ -255,8 +264,9 @@ template <class R> static void params_update(Zero* z, OptimizerConfig config)
     }
 }
 
-/* The boundary, in this order: wait for the last reduction, overflow check, norm, clip, update of what this rank owns,
- * gather. The host reads the step's result from h_state[slot], slot 0 or 1. */
+/* The boundary, in this order: wait for the last reduction, overflow check, norm, clip; then, beside what the compute
+ * stream does next, update of what this rank owns, gather. The host reads the step's result from h_state[slot], slot 0
+ * or 1. */
 static void zero_step_end(Zero* z, StepConfig config, OptimizerConfig optimizer, int slot)
 {
     const Shard* shard = z->shard;
@@ -272,7 +282,8 @@ static void zero_step_end(Zero* z, StepConfig config, OptimizerConfig optimizer,
     step_state_update(z->state, z->step_sums, config, z->compute);
     nonfinite_find(z->found + slot * shard->num_tensors, z->grad_parts, shard->num_tensors, z->state, z->compute);
     CUDA_CHECK(cudaMemcpyAsync(&z->h_state[slot], z->state, sizeof(StepState), cudaMemcpyDeviceToHost, z->compute));
-    CUDA_CHECK(cudaStreamWaitEvent(z->compute, z->states_copied, 0));   // the save has copied its states to the host
+    stream_wait(z->update, z->compute, z->edge, "the step is decided");
+    CUDA_CHECK(cudaStreamWaitEvent(z->update, z->states_copied, 0));   // the save has copied its states to the host
     switch (z->optimizer->optimizer) {
 #define OPTIMIZER_STEP(name, word, R) case Optimizer::name: params_update<R>(z, optimizer); break;
     OPTIMIZERS(OPTIMIZER_STEP)

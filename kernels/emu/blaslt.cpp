@@ -228,6 +228,7 @@ static void be_slow_unless(const char* option, uint64_t which)
 static bool matmul_run(void* arg)
 {
     const Matmul* mm = (const Matmul*)arg;
+    emu_work_s += 1e-9 / 64 * (double)mm->m * (double)mm->n * (double)mm->k;
     be_slow_unless("EMU_FAST_ALGO", mm->algo_idx);
     be_slow_unless("EMU_FAST_EPILOGUE", (mm->desc.epilogue & ~5u) != 0);      // 1 is none, 4 a bias
     matmul_touch(mm);

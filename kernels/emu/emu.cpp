@@ -24,13 +24,13 @@ static uint64_t env_number(const char* name, uint64_t otherwise)
 static EmuOptions options_from_env(void)
 {
     EmuOptions o = {env_number("EMU_SEED", 0), (int)env_number("EMU_CP_ASYNC", 0), 227 << 10,
-                    (int)env_number("EMU_CAPABILITY", 90)};
+                    (int)env_number("EMU_CAPABILITY", 90), env_number("EMU_TIMELINE", 0) != 0};
     if (o.seed != 0) o.seed = o.seed * 1000 + env_number("OMPI_COMM_WORLD_RANK", 0);   // each rank has its own order
     return o;
 }
 
 EmuOptions emu_options = options_from_env();
-double emu_pretended_s;
+double emu_pretended_s, emu_work_s;
 static uint64_t random_state = emu_options.seed * 0xD1342543DE82EF95ull;
 
 uint64_t emu_random(void)                            // splitmix64
@@ -758,6 +758,7 @@ static void run_grid(EmuLaunch* l)
     }
     counts.launches++;
     counts.threads += num_blocks * (uint64_t)num_threads;
+    emu_work_s += 1e-9 * (double)(num_blocks * (uint64_t)num_threads);
     launch = nullptr;
     check_kernel(nullptr, nullptr, 0);
 }

@@ -13,9 +13,13 @@ struct EmuOptions {
     int cp_async;                     // EMU_CP_ASYNC: 0 by the seed, 1 copies at issue, 2 at the wait
     size_t shared_limit_bytes;        // of one block
     int capability;                   // EMU_CAPABILITY: that of the GPU, 90 is 9.0
+    bool timeline;                    // EMU_TIMELINE=1: times between events are those of a device (emu_work_s)
 };
 extern EmuOptions emu_options;
 extern double emu_pretended_s;        // by which events are later than now: what slow GEMMs took (blaslt.cpp)
+/* Of all operations so far, on a device whose streams run side by side. Each takes the same on every run: a nanosecond
+ * for a thread of a kernel, for 16 bytes copied, for 64 multiplications of a GEMM. */
+extern double emu_work_s;
 uint64_t emu_random(void);            // seeded, the same on every run
 uint64_t emu_random_below(uint64_t n);
 [[noreturn]] FORMAT(1, 2) void emu_die(const char* fmt, ...);

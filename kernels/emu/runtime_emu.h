@@ -5,6 +5,7 @@
  * legacy default stream are one thing. EMU_SEED=0 runs an operation as soon as it may run; another seed is lazy and
  * picks at random among the streams whose head may run. */
 #pragma once
+#include <cmath>
 #include <csignal>
 #include <pthread.h>
 #include "emu_check.h"
@@ -205,6 +206,8 @@ struct CUstream_st {
     uint64_t num_issued, num_done;
     Dependency* pending;                             // for the next operation: what cudaStreamWaitEvent asked for
     int num_pending;
+    double clock_s, *end_s;                          // EMU_TIMELINE: end of the newest operation, of each by seq
+    uint64_t end_room;
 };
 struct CUevent_st { CUstream_st* stream; uint64_t seq; double time_s; };
 
@@ -224,7 +227,7 @@ static CUstream_st* stream_of(cudaStream_t stream)
 
 static void depend(CUstream_st* stream, CUstream_st* on, uint64_t seq)
 {
-    if (on->num_done >= seq && !(EMU_CHECKED && seq > 0)) return;
+    if (on->num_done >= seq && !((EMU_CHECKED || emu_options.timeline) && seq > 0)) return;
     size_t size_bytes = (size_t)(stream->num_pending + 1) * sizeof(Dependency);
     stream->pending = (Dependency*)realloc(stream->pending, size_bytes);
     ENSURE(stream->pending != nullptr, "out of host memory");
@@ -242,9 +245,31 @@ static bool head_may_run(const CUstream_st* stream)
     return op->kind->may_start == nullptr || op->kind->may_start(op->arg);
 }
 
+/* EMU_TIMELINE: an operation begins when its stream is free and all that it depends on is over. */
+static void timeline_begin(CUstream_st* stream, const Op* op)
+{
+    for (int i = 0; i < op->num_dependencies; i++) {
+        const Dependency* d = &op->dependencies[i];
+        if (d->seq > 0) stream->clock_s = fmax(stream->clock_s, d->stream->end_s[d->seq]);
+    }
+}
+
+static void timeline_end(CUstream_st* stream, uint64_t seq, double work_s)
+{
+    if (seq >= stream->end_room) {
+        stream->end_room = 2 * seq + 64;
+        stream->end_s = (double*)realloc(stream->end_s, stream->end_room * sizeof(double));
+        ENSURE(stream->end_s != nullptr, "out of host memory");
+    }
+    stream->clock_s += work_s;
+    stream->end_s[seq] = stream->clock_s;
+}
+
 static bool head_run(CUstream_st* stream)            // true: it completed
 {
     Op* op = stream->head;
+    const double work_before_s = emu_work_s;
+    if (emu_options.timeline && !op->started) timeline_begin(stream, op);
     for (int i = 0; i < op->num_dependencies && !op->started; i++) {
         const Dependency* d = &op->dependencies[i];
         check_op_waits(stream->stream_idx, op->seq, d->stream->stream_idx, d->seq);
@@ -256,6 +281,7 @@ static bool head_run(CUstream_st* stream)            // true: it completed
     check_op_stops();
     in_operation = false;
     if (!completed) return false;
+    if (emu_options.timeline) timeline_end(stream, op->seq, emu_work_s - work_before_s);
     rank_moved();
     stream->num_done = op->seq;
     stream->head = op->next;
@@ -427,6 +453,7 @@ static bool run_copy(void* arg)
     check_range(copy->src, copy->size_bytes, Access::READ, "cudaMemcpy");
     check_range(copy->dst, copy->size_bytes, Access::WRITE, "cudaMemcpy");
     memmove(copy->dst, copy->src, copy->size_bytes);
+    emu_work_s += 1e-9 / 16 * (double)copy->size_bytes;
     return true;
 }
 
@@ -440,7 +467,8 @@ static bool run_fill(void* arg)
 
 static bool run_record(void* arg)
 {
-    (*(CUevent_st**)arg)->time_s = now_s() + emu_pretended_s;
+    CUevent_st* event = *(CUevent_st**)arg;
+    event->time_s = emu_options.timeline ? event->stream->clock_s : now_s() + emu_pretended_s;
     return true;
 }
 
