@@ -4,8 +4,9 @@
  * order; packed slices of different units do not overlap and fill slice_elems; logical_first depends neither on R, on
  * groups, nor on which tensors are stored in fp32; those are in units before all others, one for each group.
  * Then for random tables of which some tensors are cut by rows or columns among tp of the ranks: the slices of all
- * ranks have each element of the files once, and an element's index is that of its row and column in the whole. */
-#include "zero/shard.h"
+ * ranks have each element of the files once, and an element's index is that of its row and column in the whole.
+ * And whether initial weights, computed in vectors, have the bits of the C library's log and cos. */
+#include "zero/init.h"
 #include "zero/watchdog.h"
 
 static int num_wrong;   // of the number of ranks being tried
@@ -240,10 +241,36 @@ static bool watch_finds_the_oldest(void)
     return well;
 }
 
-/* One test per number of ranks, and one. */
+/* At the ends of u1's and u2's ranges and of the quarter turns, in all pairs, and at a million random places. */
+static bool init_elements_are_those_of_libm(void)
+{
+    static const uint32_t ends[] = {0, 1, 2, 0x1fffffff, 0x20000000, 0x20000001, 0x3fffffff, 0x40000000, 0x40000001,
+                                    0x60000000, 0x7fffffff, 0x80000000, 0xb504f332, 0xb504f333, 0xb504f334, 0xc0000000,
+                                    0xe0000000, 0xfffffffe, 0xffffffff};
+    const size_t num_ends = sizeof ends / sizeof ends[0];
+    size_t num_off = 0;
+    for (size_t first = 0; first < 1 << 20; first += INIT_BLOCK) {
+        uint64_t z[INIT_BLOCK];
+        float out[INIT_BLOCK];
+        for (size_t i = 0; i < INIT_BLOCK; i++) {
+            const bool is_end = first + i < num_ends * num_ends;
+            z[i] = is_end ? (uint64_t)ends[(first + i) / num_ends] << 32 | ends[(first + i) % num_ends]
+                          : mix64((first + i) * GOLDEN_GAMMA);
+        }
+        init_elements(out, z, INIT_BLOCK, 0.02);
+        for (size_t i = 0; i < INIT_BLOCK; i++) {
+            const float exact = init_element(z[i], 0.02);
+            num_off += memcmp(&out[i], &exact, sizeof exact) != 0;
+        }
+    }
+    if (num_off > 0) printf("FAILED %zu initial weights with other bits than by the C library\n", num_off);
+    return num_off == 0;
+}
+
+/* One test per number of ranks, and two. */
 int main(void)
 {
-    int num_passed = watch_finds_the_oldest(), num_failed = !num_passed;
+    int num_passed = watch_finds_the_oldest() + init_elements_are_those_of_libm(), num_failed = 2 - num_passed;
     for (int R = 1; R <= 64; R++) {
         num_wrong = 0;
         for (int table = 0; table < 16; table++) {
