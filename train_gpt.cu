@@ -215,18 +215,22 @@ static const char* precisions_have(char (&have)[64], const char* isas_of = nullp
     return have;
 }
 
+static bool precision_is_built(const char* name)
+{
+    for (const auto& p : precisions) if (strcmp(p.name, name) == 0) return true;
+    return false;
+}
+
 /* The first row of the precision that this machine can run, or the one that TRAIN_GPT_ISA names. */
 static RunAll* precision_find(const char* name)
 {
     char have[64];
-    bool found = false;
     const char* asked = getenv("TRAIN_GPT_ISA");
     for (const auto& p : precisions) {
         if (strcmp(p.name, name) != 0) continue;
-        found = true;
         if ((asked == nullptr || strcmp(p.isa, asked) == 0) && isa_runs(p.isa)) return p.run_all;
     }
-    if (!found)
+    if (!precision_is_built(name))
         die_usage("-p %s is not in this binary, have %s: build it in with make PREC='%s'", name, precisions_have(have),
                   name);
     if (asked != nullptr)
@@ -253,6 +257,8 @@ int main(int argc, char** argv)
     flags_refuse(&flags);
     rates_refuse(&flags);
     if (flags.print_config) {
+        if (die_rank == 0 && !precision_is_built(flags.precision))
+            printf("a run is refused: -p %s is not in this binary, have %s\n", flags.precision, precisions_have(have));
         ds_config_free(&config);
         return 0;
     }

@@ -150,6 +150,22 @@ static bool ds_type_is(const DsConfig* c, const char* path, const char* name)
 }
 
 // ----------------------------------------------------------------------------------------------------------- the rules
+/* With both of its other factors the batch says for how many ranks the file is. */
+static void ds_batch(DsConfig* c, const cJSON* value)
+{
+    const double micro = ds_number_or(c, "train_micro_batch_size_per_gpu", 0);
+    const double steps = ds_number_or(c, "gradient_accumulation_steps", 0), of_rank = micro * steps;
+    const Flags* f = c->flags;
+    const bool of_file = !f->given[FLAG_batch] && !f->given[FLAG_micro_batch] && !f->given[FLAG_grad_accum];
+    char buf[64];
+    ds_set_from_key(c, "batch", ds_text(value, buf));
+    if (!of_file || of_rank < 1 || !cJSON_IsNumber(value)) return;
+    if (fmod(value->valuedouble, of_rank) != 0)
+        ds_refuse(c, "%s is no multiple of train_micro_batch_size_per_gpu x gradient_accumulation_steps = %g x %g: "
+                  "DeepSpeed refuses it as well", ds_text(value, buf), micro, steps);
+    else ds_say(c, "of %g ranks", value->valuedouble / of_rank);
+}
+
 static void ds_precision(DsConfig* c, const cJSON* value, const char* name)
 {
     const char* other = strcmp(name, "fp16") == 0 ? "bf16.enabled" : "fp16.enabled";

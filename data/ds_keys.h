@@ -17,7 +17,7 @@
 
 #define DS_KEYS \
     /* ---- batch */ \
-    FLAG("train_batch_size",                "batch", "") \
+    RULE("train_batch_size",                ds_batch, "") \
     FLAG("train_micro_batch_size_per_gpu",  "micro_batch", "") \
     FLAG("gradient_accumulation_steps",     "grad_accum", "") \
     ONLY("managed_gradient_accumulation",   "true", "the program knows where a step ends") \

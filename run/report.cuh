@@ -121,9 +121,12 @@ static void print_start(Run* run, const char* model_name)
     if ((schedule_find(f->schedule)->traits & ENDLESS) == 0 && run->num_steps > 0)
         snprintf(last_lr, sizeof last_lr, " to %.3g at step %zu", schedule_lr(run->config, run->num_steps - 1),
                  run->num_steps);
-    SAY("steps   %zu = %.2f epochs | lr %.3g %s%s, warm-up %zu steps | seed %lld\n", run->num_steps,
-        run->train == nullptr ? 0 : epochs_before(run, run->num_steps), run->config.peak_lr, f->schedule, last_lr,
-        (size_t)run->config.warmup_steps, (long long)f->seed);
+    char as[64] = "";
+    if (run->config.as_deepspeed)
+        snprintf(as, sizeof as, " as DeepSpeed's %s", schedule_find(f->schedule)->deepspeed);
+    SAY("steps   %zu = %.2f epochs | lr %.3g %s%s%s, warm-up %zu steps | seed %lld\n", run->num_steps,
+        run->train == nullptr ? 0 : epochs_before(run, run->num_steps), run->config.peak_lr, f->schedule, as,
+        last_lr, (size_t)run->config.warmup_steps, (long long)f->seed);
     if (run->num_steps > 0 && run->config.warmup_steps > run->num_steps &&
         (schedule_find(f->schedule)->traits & WARMS_UP_ALL) == 0)
         SAY("warm-up %zu steps are more than the run has: the learning rate gets to %.3g of the peak %.3g\n",

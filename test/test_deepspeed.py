@@ -188,6 +188,8 @@ def test_means(tmp_path, config, want):
     ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "decay_lr_rate": "x"}}},
      "must be a number, true or false"),
     ({"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 5}}}, "have WarmupLR WarmupDecayLR"),
+    ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3},
+     "16 is no multiple of train_micro_batch_size_per_gpu x gradient_accumulation_steps = 4 x 3"),
     ({"stage": 2}, "did you mean zero_optimization.stage?"),
     ({"qqq": 2}, "that is known here: leave it out"),
 ])
@@ -233,6 +235,22 @@ def test_the_command_line_has_another_schedule(tmp_path):
     assert said(run)["scheduler.params.warmup_min_lr"] == "counts with --schedule constant alone"
 
 
+def test_ranks_of_the_file(tmp_path):
+    """A run on another number of ranks refuses the batch: --print-config says the number."""
+    run = print_config(tmp_path, {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4,
+                                  "gradient_accumulation_steps": 2})
+    assert re.search(r"^  train_batch_size +of 2 ranks$", run.out, re.M)
+
+
+def test_tensor_parallel(tmp_path):
+    """autotp_size is --tp, of a binary that has it."""
+    run = print_config(tmp_path, {"tensor_parallel": {"autotp_size": 2}}, ok=None)
+    if re.search(r"^ +--tp ", train_gpt("--help").out, re.M):
+        assert flags_of(run)["tp"] == ("2", "tensor_parallel.autotp_size")
+    else:
+        assert run.code == 2 and "tensor_parallel.autotp_size: 2 asks for --tp" in run.complaint[0]
+
+
 def test_length_of_the_run(folder, tmp_path):
     """total_num_steps is the run's length, unless the command line has one; the rates follow total_num_steps."""
     scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 40, "warmup_num_steps": 30}}
@@ -243,6 +261,7 @@ def test_length_of_the_run(folder, tmp_path):
         assert found["steps"][0] == ("5" if "-n" in words else "0")
     run = train_gpt("-m", folder / "model", "-d", folder / "data", "--config", tmp_path / "ds.json", "-n", 3, "-t", 16,
                     "--sample-tokens", 0)
+    assert " linear as DeepSpeed's WarmupDecayLR to 0.000204 at step 3, warm-up 30 steps" in run.out
     assert "warm-up 30 steps are more than the run has: the learning rate gets to 0.000204 of the peak 0.001" in run.out
 
 
