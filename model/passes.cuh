@@ -134,8 +134,11 @@ static void final_norm(Model* m, const floatX* below, Rows rows)
                  below, m->branch, stream_rows(m, rows));
 }
 
-/* m->tokens (B,T) -> m->norm_f (own rows,C): all but the head. */
-static void model_forward(Model* m, int B, int T)
+typedef void BlockLook(void* context, int layer);
+
+/* m->tokens (B,T) -> m->norm_f (own rows,C): all but the head. `look`, if any, is called after each block, whose
+ * activations are there. */
+static void model_forward(Model* m, int B, int T, BlockLook* look = nullptr, void* context = nullptr)
 {
     const Config* c = &m->config;
     const Attend at = attend_sequences(B, T);
@@ -152,6 +155,7 @@ static void model_forward(Model* m, int B, int T)
         const Block a = layer == 0 ? model_block(m, 0) : model_block_above(m, layer);
         block_forward(m, layer, &a, &at, rows);
         if (offloads) offload_write_end(&m->inputs, layer / m->segment_layers);
+        if (look != nullptr) look(context, layer);
     }
     final_norm(m, model_block(m, c->L - 1).residual_2, rows);
 }

@@ -157,20 +157,13 @@ static void print_start(Run* run, const char* model_name)
 }
 
 // ------------------------------------------------------------------------------------------------------------ a step
-/* For a skipped step: the first tensor with a non-finite gradient, or the loss. Synchronises. */
-static const char* nonfinite_name(Run* run, int slot)
-{
-    int t = zero_first_nonfinite(&run->zero, slot);
-    return t >= 0 ? run->model.shard.tensors[t].name : "the loss";
-}
-
 /* A finished step. */
 typedef struct StepReport {
     size_t step;                    // counted from 1
     int slot;
     double took_s, toks_per_s;
     double phases_ms[NUM_PHASES];
-    const char* nonfinite;          // the first tensor with a non-finite gradient, or the loss; null: all are finite
+    const char* nonfinite;          // FirstNonFinite.what; null: all are finite
     const char* state_hash;         // null: not computed for this step
 } StepReport;
 
@@ -190,7 +183,7 @@ static_assert(NUM_PHASES == 7, "STEP_FIELDS has a row for each phase");
     F(host_mib,         real, "MiB",            true, resident_bytes() / 1048576.0, "resident memory of rank 0's process") \
     F(page_faults,      int,  "",               true, run->step_page_faults[r->slot], "page faults of rank 0 within the step") \
     F(loss_scale,       real, "",               is_fp16(), s->used_loss_scale, "fp16 alone") \
-    F(nonfinite,        text, "",               r->nonfinite != nullptr, r->nonfinite, "the first tensor with a non-finite gradient") \
+    F(nonfinite,        text, "",               r->nonfinite != nullptr, r->nonfinite, "what was not finite first: a weight, an activation, or a gradient") \
     F(loss_deviations,  real, "standard deviations", s->is_spike, s->loss_deviations, "of a loss spike (`--spike-deviations`): above the running mean") \
     F(norm_deviations,  real, "standard deviations", s->is_spike, s->norm_deviations, "of a spike of the gradient norm") \
     F(state_hash,       text, "",               r->state_hash != nullptr, r->state_hash, "of all weights and moments, at checkpoints and at the end (`--hash-every`)") \

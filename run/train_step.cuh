@@ -3,6 +3,7 @@
  * launches return when their work is done, it is read at once. */
 #pragma once
 #include "folder.cuh"
+#include "nonfinite.cuh"
 #include "report.cuh"
 
 /* Copies the next micro-batch of `loader` to the device through the idx-th pinned buffer, T tokens of each row. Does
@@ -59,14 +60,13 @@ static void train_step(Run* run)
 }
 
 /* Ends the run; every rank calls this at the same step. */
-[[noreturn]] static void stop_at_nonfinite(Run* run, const StepState* s, size_t step, int slot)
+[[noreturn]] static void stop_at_nonfinite(Run* run, const StepState* s, size_t step, const FirstNonFinite* first)
 {
-    const char* name = nonfinite_name(run, slot);
     const bool disowned = streak_disown(run, s->num_applied);
-    die("step %zu: the gradient is not finite, %s; the first non-finite tensor is %s (loss %g): lower -l, or check "
-        "the data; %s", step, s->loss_scale_exhausted ? "at the smallest loss scale" : "10 times in a row", name,
-        s->loss, disowned ? "no step could be taken from the checkpoint that the run resumed from: it is renamed to "
-        "step_N.skipped, and --resume auto takes the one before" : "the last checkpoint is as it was");
+    die("step %zu: the gradient is not finite, %s; the first that is not finite is %s (loss %g): %s; %s", step,
+        s->loss_scale_exhausted ? "at the smallest loss scale" : "10 times in a row", first->what, s->loss,
+        first->advice, disowned ? "no step could be taken from the checkpoint that the run resumed from: it is renamed "
+        "to step_N.skipped, and --resume auto takes the one before" : "the last checkpoint is as it was");
 }
 
 /* A host synchronization of all ranks, outside of steps. */
@@ -102,9 +102,11 @@ static void finish_step(Run* run, size_t step, const char* hash)
     const StepState* s = &run->zero.h_state[slot];
     r.toks_per_s = s->num_toks / r.took_s;
     run->mean_step_s = run->mean_step_s == 0 ? r.took_s : 0.9 * run->mean_step_s + 0.1 * r.took_s;
-    if (s->skip == Skip::NONFINITE) r.nonfinite = nonfinite_name(run, slot);
+    FirstNonFinite first = {};
+    if (s->skip == Skip::NONFINITE) first = first_nonfinite(run, step, slot);
+    if (first.what[0]) r.nonfinite = first.what;
     log_step(run, s, &r);
     print_step(run, s, &r);
     if (s->loss_scale_exhausted || (s->num_skipped_in_a_row >= 10 && !run->config.dynamic_loss_scale))
-        stop_at_nonfinite(run, s, step, slot);
+        stop_at_nonfinite(run, s, step, &first);
 }

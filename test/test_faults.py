@@ -12,8 +12,8 @@ import time
 import init
 import numpy as np
 import pytest
-from util import (FULL, ROOT, Run, binary, command, environment, gpt2_config, model_write, num_gpus, ranks_of,
-                  read_log, saved_bytes, shard_write, train_gpt)
+from util import (FULL, ROOT, Run, binary, command, environment, gpt2_config, llama_config, model_write, num_gpus,
+                  ranks_of, read_log, saved_bytes, shard_write, train_gpt)
 
 V, T = 97, 16
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -553,7 +553,7 @@ def test_weights_are_finite(folder, precision, value, ranks, stage):
 
 @pytest.mark.parametrize("ranks,stage", [(1, 0), (3, 2)])
 def test_nonfinite_is_named(folder, ranks, stage):
-    """A NaN among the weights: each skipped step names a tensor, ten in a row end the run, and the earlier checkpoint
+    """A NaN among the weights: each skipped step names it, ten in a row end the run, and the earlier checkpoint
     remains."""
     config = gpt2_config(V, 24, T, L=2, NH=3)
     tensors = init.gpt2_weights(config, 1)
@@ -565,12 +565,55 @@ def test_nonfinite_is_named(folder, ranks, stage):
     bad = model_write(folder / "bad", config, tensors)
     run = train_gpt("-m", bad, "-n", 50, *args, "--allow-nonfinite", ranks=ranks, out=folder / "again", ok=False,
                     **ONE_THREAD)
-    skipped = re.findall(r"step (\d+)/50 .*SKIPPED: non-finite (\S+)", run.out)
+    skipped = re.findall(r"step (\d+)/50 .*SKIPPED: non-finite (.*)", run.out)
     assert [int(step) for step, _ in skipped] == list(range(1, 11))
-    assert {name for _, name in skipped} == {run.log[0]["nonfinite"]} <= set(tensors)
+    assert {name for _, name in skipped} == {run.log[0]["nonfinite"]} == {"weight transformer.ln_f.weight (1 element)"}
     assert "step 10: the gradient is not finite, 10 times in a row" in run.complaint[0]
     assert run.code == 1 and skipped[0][1] in run.complaint[0]
     assert (folder / "run" / "step_00000002" / "model.safetensors").read_bytes() == before
+
+
+def spoil_weight(name):
+    def spoil(tensors):
+        tensors[name].reshape(-1)[5] = np.nan
+        tensors[name].reshape(-1)[-1] = np.inf
+    return spoil, f"weight {name} (2 elements)", "an earlier checkpoint"
+
+
+def overflow(tensors):
+    """Of the MLP of block 1 alone: 1e25 * 1e25."""
+    for name in ("up", "down"):
+        tensors[f"model.layers.1.mlp.{name}_proj.weight"] *= 1e25
+
+
+def overflow_backward(tensors):
+    """Logits of 1e33 from a stream of 1e-6: its gradient is 1e6 times as large."""
+    for name, x in tensors.items():
+        if "_proj" in name or "embed" in name:
+            x *= 1e-6
+    tensors["lm_head.weight"] *= 1e28
+    tensors["model.norm.weight"] *= 1e10
+
+
+@pytest.mark.parametrize("spoil,what,advice", [
+    *[spoil_weight(name) for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_norm.weight",
+                                      "model.layers.1.self_attn.v_proj.weight", "model.layers.2.mlp.down_proj.weight",
+                                      "model.norm.weight", "lm_head.weight")],
+    (overflow, "the output of model.layers.1.mlp.down_proj", "overflows"),
+    (overflow_backward, "the gradient of model.layers.2.mlp.down_proj", "lower -l")])
+def test_first_in_the_forward(folder, spoil, what, advice, request):
+    """Of a skipped step: the weight, the activation or the gradient that is not finite first. Some cases at stage 3, with
+    the blocks recomputed and the vocabulary in chunks."""
+    config = llama_config(200, 16, T, L=3, NH=2, model_type="qwen3")
+    config["head_dim"] = 8
+    tensors = init.random_weights(init.llama_shapes(config), 1, 0.1)
+    spoil(tensors)
+    shard_write(folder / "wide" / "train_000000.bin", init.tokens(400, 200, 5) * (np.arange(400) % 2), 200)
+    more, ranks = (["-z", 3, "-r", 3, "-g", 2], 2) if len(what) % 2 else ([], 1)
+    run = train_gpt("-m", model_write(folder / "bad", config, tensors), "-d", folder / "wide", "-n", 12, "-b", 1, *more,
+                    "--allow-nonfinite", "--sample-tokens", 0, ranks=ranks, ok=False, **ONE_THREAD)
+    assert run.code == 1 and f"SKIPPED: non-finite {what}" in run.out
+    assert f"the first that is not finite is {what}" in run.complaint[0] and advice in run.complaint[0]
 
 
 @pytest.mark.parametrize("ranks,stage", [(1, 0), (3, 2)])

@@ -604,15 +604,14 @@ static void zero_step_ask(Zero* z)
                                cudaMemcpyHostToDevice, z->compute));
 }
 
-/* The first tensor with a non-finite reduced gradient in the skipped step that used this slot; -1: none, the loss was
- * not finite. The same on every rank. Synchronises. */
-static int zero_first_nonfinite(Zero* z, int slot)
+/* The last tensor with a non-finite reduced gradient in the skipped step that used this slot, which the backward comes
+ * to first; -1: none, the loss was not finite. The same on every rank. Synchronises. */
+static int zero_last_nonfinite(Zero* z, int slot)
 {
     const int n = z->shard->num_tensors;
     CUDA_CHECK(cudaMemcpyAsync(z->h_found, z->found + slot * n, n * sizeof(int), cudaMemcpyDeviceToHost, z->compute));
     CUDA_CHECK(cudaStreamSynchronize(z->compute));
-    int first = 0;
-    while (first < n && !z->h_found[first]) first++;
-    first = -(int)comm_max_host(z->comm, -first);
-    return first < n ? first : -1;
+    int last = n - 1;
+    while (last >= 0 && !z->h_found[last]) last--;
+    return (int)comm_max_host(z->comm, last);
 }
