@@ -172,9 +172,16 @@ static inline const char* json_type_name(const cJSON* item)
     }
 }
 
+/* The keys of one object that were asked for, in order; those past the last place are not kept. */
+typedef struct { const cJSON* object; const char* keys[96]; int count; } JsonAsked;
+inline thread_local JsonAsked* json_asked = nullptr;         // where json_get notes them; null: nowhere
+
 static inline const cJSON* json_get(const cJSON* object, const char* key)
 {
     const cJSON* last = nullptr;
+    JsonAsked* a = json_asked;
+    if (a != nullptr && a->object == object && a->count < (int)(sizeof a->keys / sizeof a->keys[0]))
+        a->keys[a->count++] = key;
     for (const cJSON* item = object != nullptr ? object->child : nullptr; item != nullptr; item = item->next)
         if (item->string != nullptr && strcmp(item->string, key) == 0) last = item;
     return last;

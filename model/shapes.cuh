@@ -4,6 +4,7 @@
  * supported is refused by name. The tokens that end a text are those of config.json and of generation_config.json
  * beside it. The legend of the letters is in model.cuh. */
 #pragma once
+#include "data/flags.h"
 #include "data/json.h"
 #include "kernels/activation.cuh"
 #include "kernels/matmul.cuh"
@@ -34,7 +35,7 @@ typedef struct Config {
     bool qkv_bias, proj_bias, mlp_bias;
     bool qk_norm;           // of each query and key head, before rotary embedding
     float pdrop;            // dropout that config.json names; printed, not applied
-    int bos;                // the token that begins a text, of a preset; -1: none
+    int bos;                // the token that begins a text; -1: none
     int eos[CONFIG_MAX_EOS], num_eos;    // those that end one
     char* hf_text;          // config.json as it was read, for config_write; null for presets
     char notes[1024];       // what config.json says and the model does otherwise: lines to print
@@ -47,7 +48,7 @@ typedef struct Config {
 
 /* What the family's configuration class in transformers 5 takes for keys that config.json lacks; 0: what follows from
  * the others. test/golden/class_defaults.json has them from there. */
-typedef struct { int V, C, L, NH, NKV, F, context, window; } ClassDefaults;
+typedef struct { int V, C, L, NH, NKV, F, context, window, bos, eos; } ClassDefaults;     // bos, eos -1: none
 
 /* The rows of `families`, below. */
 typedef struct Family {
@@ -163,7 +164,7 @@ static void gpt2_read(Config* c, const cJSON* j, const char* path)
     c->tied = json_bool_or(j, "tie_word_embeddings", c->tied, path);
     read_activation(c, j, "activation_function", path);
     for (const char* key : {"attn_pdrop", "embd_pdrop", "resid_pdrop"}) {
-        float p = (float)json_float_or(j, key, 0, 0, 1, path);
+        float p = (float)json_float_or(j, key, 0.1, 0, 1, path);
         if (p > c->pdrop) c->pdrop = p;
     }
     ENSURE(json_bool_or(j, "scale_attn_weights", true, path), "%s: scale_attn_weights false is not there yet", path);
@@ -327,17 +328,17 @@ static void llama_write(cJSON* j, const Config* c)
 
 static const Family families[] = {
     {"gpt2", "GPT2LMHeadModel", FAMILY_TENSORS(gpt2_tensors), gpt2_axes, gpt2_read, gpt2_write, "n_ctx",
-     {50257, 768, 12, 12, 0, 0, 1024, 0}},
+     {50257, 768, 12, 12, 0, 0, 1024, 0, 50256, 50256}},
     {"llama", "LlamaForCausalLM", FAMILY_TENSORS(llama_tensors), llama_axes, llama_read, llama_write, nullptr,
-     {32000, 4096, 32, 32, 0, 11008, 2048, 0}},
+     {32000, 4096, 32, 32, 0, 11008, 2048, 0, 1, 2}},
     {"mistral", "MistralForCausalLM", FAMILY_TENSORS(llama_tensors), llama_axes, mistral_read, llama_write, nullptr,
-     {32000, 4096, 32, 32, 8, 14336, 131072, 4096}},
+     {32000, 4096, 32, 32, 8, 14336, 131072, 4096, 1, 2}},
     {"qwen2", "Qwen2ForCausalLM", FAMILY_TENSORS(llama_tensors), qwen2_axes, qwen2_read, llama_write, nullptr,
-     {151936, 4096, 32, 32, 32, 22016, 32768, 4096}},
+     {151936, 4096, 32, 32, 32, 22016, 32768, 4096, -1, -1}},
     {"qwen3", "Qwen3ForCausalLM", FAMILY_TENSORS(llama_tensors), qwen3_axes, qwen3_read, llama_write, nullptr,
-     {151936, 4096, 32, 32, 32, 22016, 32768, 4096}},
+     {151936, 4096, 32, 32, 32, 22016, 32768, 4096, -1, -1}},
     {"arcee", "ArceeForCausalLM", FAMILY_TENSORS(llama_tensors), arcee_axes, llama_read, llama_write, nullptr,
-     {32000, 2560, 32, 32, 0, 18432, 4096, 0}},
+     {32000, 2560, 32, 32, 0, 18432, 4096, 0, 128000, 128001}},
 };
 
 /* The axes of a family by its model_type; `from` names the preset or file. */
@@ -450,23 +451,47 @@ static void config_add_eos(Config* c, const cJSON* j, const char* path)
     }
 }
 
-/* A chat model's turns end with a token that often only generation_config.json has. */
+/* A chat model's turns end with a token that often only generation_config.json has. Without that file and the key the
+ * class's token ends a text. */
 static void config_read_eos(Config* c, const cJSON* j, const char* path)
 {
     char beside[4200];
     const char* slash = strrchr(path, '/');
     snprintf(beside, sizeof beside, "%.*sgeneration_config.json", slash != nullptr ? (int)(slash + 1 - path) : 0, path);
     config_add_eos(c, j, path);
-    if (!file_exists(beside)) return;
+    const int eos = c->family->defaults.eos;
+    if (!file_exists(beside)) {
+        if (json_get(j, "eos_token_id") == nullptr && eos >= 0 && eos < c->V) c->eos[c->num_eos++] = eos;
+        return;
+    }
     cJSON* generation = json_parse_file(beside);
     config_add_eos(c, generation, beside);
     cJSON_Delete(generation);
+}
+
+/* Says which keys are not read and look like one that is, and is missing: mistyped, they would change the model. */
+static void config_say_unknown(Config* c, const cJSON* j, const JsonAsked* asked, const char* path)
+{
+    const cJSON* item;
+    cJSON_ArrayForEach(item, j) {
+        Nearest nearest = nearest_begin(item->string);
+        bool is_read = false;
+        for (int i = 0; i < asked->count && !is_read; i++) {
+            is_read = strcmp(asked->keys[i], item->string) == 0;
+            if (json_get(j, asked->keys[i]) == nullptr) nearest_offer(&nearest, asked->keys[i]);
+        }
+        if (!is_read && nearest.nearest[0] && nearest.distance <= 2)
+            config_note(c, "config  %s: the key \"%.60s\" is not read: did you mean %s, which is missing?\n", path,
+                        item->string, nearest.nearest);
+    }
 }
 
 /* From a Hugging Face config.json. What would change the numbers and is not built is refused by name. */
 static void config_read(Config* c, const char* path)
 {
     cJSON* j = json_parse_file(path);
+    JsonAsked asked = {j, {}, 0};
+    json_asked = &asked;
     const char* type = json_string(j, "model_type", path);
     *c = config_family(type, path);
     config_take_defaults(c);
@@ -474,6 +499,11 @@ static void config_read(Config* c, const char* path)
     c->V = read_size(j, "vocab_size", c->V, 1 << 24, path);
     if (c->window > 0 && c->window < c->context) c->context = c->window;
     config_read_eos(c, j, path);
+    const cJSON* bos = json_get(j, "bos_token_id");
+    c->bos = bos == nullptr ? c->family->defaults.bos : cJSON_IsNumber(bos) ? bos->valueint : -1;
+    if (c->bos >= c->V) c->bos = -1;
+    json_asked = nullptr;
+    config_say_unknown(c, j, &asked, path);
     cJSON_Delete(j);
     size_t length;
     c->hf_text = file_read(path, &length);

@@ -146,7 +146,8 @@ static void print_start(Run* run, const char* model_name)
         SAY("dropout %g of embeddings and branches, %g of attention probabilities\n", run->model.dropout,
             run->model.attention_dropout);
     else if (c->pdrop > 0 && !f->given[FLAG_dropout])
-        SAY("dropout none: %s/config.json has %g, --dropout %g turns it on\n", model_name, c->pdrop, c->pdrop);
+        SAY("dropout none: transformers takes %g for %s/config.json, --dropout %g turns it on\n", c->pdrop, model_name,
+            c->pdrop);
     if (run->comm.num_ranks > 1 || f->plan || f->auto_ || f->verbose) print_zero(run);
     if (run->comm.rank == 0) plan_print(&run->plan, stdout);
     print_estimate(run);

@@ -2,13 +2,15 @@
 import json
 import re
 
+import numpy as np
 import pytest
 
 import init
 from util import (ROOT, gpt2_config, llama_config, model_write, safetensors_read, safetensors_write, shard_write,
                   train_gpt)
 
-CLASSES = json.loads((ROOT / "test" / "golden" / "class_defaults.json").read_text())["classes"]
+GOLDEN = json.loads((ROOT / "test" / "golden" / "class_defaults.json").read_text())
+CLASSES, OTHERS = GOLDEN["classes"], GOLDEN["others"]
 V, C, T = 61, 16, 8
 SIZES = {"n_embd": C, "n_layer": 2, "n_head": 2, "n_positions": 64, "hidden_size": C, "num_hidden_layers": 2,
          "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24,
@@ -56,6 +58,58 @@ def test_settings_of_the_class(tmp_path, family):
     _, missing = losses(tmp_path, folder(tmp_path / "missing", config), "--from-scratch")
     _, given = losses(tmp_path, folder(tmp_path / "given", {**config, **settings}), "--from-scratch")
     assert missing == given and len(settings) >= 4
+
+
+@pytest.mark.parametrize("family,more,generation,ends", [
+    *[(family, {}, None, d["eos_token_id"]) for family, d in CLASSES.items() if family != "arcee"],
+    ("llama", {"eos_token_id": None}, None, None), ("llama", {"eos_token_id": 7}, None, 7),
+    ("llama", {}, {}, None), ("llama", {}, {"eos_token_id": 9}, 9)])
+def test_end_of_the_class(tmp_path, family, more, generation, ends):
+    """The token that ends a text where no file names one: that of transformers' class. The model says `token` alone."""
+    token = ends or 2
+    config = (gpt2_config if family == "gpt2" else llama_config)(50257 if family == "gpt2" else V, C, 64, L=1, NH=2)
+    config = {**config, "model_type": family, "head_dim": 8, "tie_word_embeddings": False}
+    config.pop("eos_token_id", None)
+    shapes = (init.gpt2_shapes if family == "gpt2" else init.llama_shapes)(config)
+    shapes["lm_head.weight"] = (config["vocab_size"], C)
+    ones = ("norm", "embed_tokens", "ln_f.bias")
+    tensors = {name: np.full(shape, any(word in name for word in ones), np.float32) for name, shape in shapes.items()}
+    tensors["lm_head.weight"][token] = 1
+    model = model_write(tmp_path / "model", {**config, **more}, tensors)
+    if generation is not None:
+        (model / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "p.jsonl").write_text('{"ids": [5], "max_tokens": 3, "temperature": 0}\n')
+    answer = json.loads(train_gpt("-m", model, "--prompts", tmp_path / "p.jsonl").out)
+    assert answer["ids"][0] == token and answer["finish"] == ("length" if ends is None else "stop")
+
+
+def test_dropout_of_the_class(tmp_path):
+    config = gpt2_config(V, C, T)
+    none = {key: 0.0 for key in CLASSES["gpt2"] if "pdrop" in key}
+    for name, more, said in (("with", {}, True), ("none", none, False)):
+        model = folder(tmp_path / name, {**config, **more})
+        assert ("dropout none: transformers takes 0.1" in losses(tmp_path, model, "--from-scratch")[0].out) == said
+
+
+@pytest.mark.parametrize("key,meant", [("num_key_value_head", "num_key_value_heads"), ("rope_tetha", "rope_theta"),
+                                       ("tie_words_embeddings", "tie_word_embeddings"), ("hidden_size ", "hidden_size"),
+                                       ("rms_norm_epsi", "rms_norm_eps")])
+def test_mistyped_key(tmp_path, key, meant):
+    config = llama_config(V, C, T)
+    config[key] = config.pop(meant, 1)
+    out = train_gpt("-m", folder(tmp_path / "model", config), "--plan", "-t", 8, "-b", 1, "--gpu", "h100").out
+    assert f'the key "{key}" is not read: did you mean {meant}, which is missing?' in out
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_no_key_is_mistyped(tmp_path, family):
+    """What transformers itself writes, beside what is read or without it."""
+    others = {key: None for key in OTHERS[family]}
+    sizes = {key: SIZES[key] for key in CLASSES[family] if key in SIZES}
+    for name, more in (("all", {**CLASSES[family], **sizes}), ("others", {})):
+        model = folder(tmp_path / name, {**others, **more, "model_type": family})
+        out = train_gpt("-m", model, "--plan", "-t", 8, "-b", 1, "--gpu", "h100").out
+        assert "did you mean" not in out
 
 
 @pytest.mark.parametrize("config,window", [
@@ -124,6 +178,20 @@ def test_head_of_its_own(tmp_path, family, head):
     saved = run.checkpoint(2)
     assert json.loads((saved / "config.json").read_text())["tie_word_embeddings"] == (head == "same")
     assert ("lm_head.weight" in safetensors_read(saved / "model.safetensors")) == (head == "other")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_embedding_under_the_name_of_the_head(tmp_path, family):
+    """Tied, with lm_head.weight alone in the file: as transformers reads it. Not tied it is missing."""
+    config = (gpt2_config if family == "gpt2" else llama_config)(V, C, T, tie_word_embeddings=True)
+    tensors = init.random_weights((init.gpt2_shapes if family == "gpt2" else init.llama_shapes)(config), 1, 0.1)
+    tied = losses(tmp_path, model_write(tmp_path / "tied", config, tensors))[1]
+    embedding = "transformer.wte.weight" if family == "gpt2" else "model.embed_tokens.weight"
+    tensors["lm_head.weight"] = tensors.pop(embedding)
+    assert losses(tmp_path, model_write(tmp_path / "head", config, tensors))[1] == tied
+    config["tie_word_embeddings"] = False
+    run = train_gpt("-m", model_write(tmp_path / "untied", config, tensors), "--export", tmp_path / "x", ok=False)
+    assert run.code == 1 and f"has no tensor {embedding}" in run.err
 
 
 def tiny(tmp_path, **more):

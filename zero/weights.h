@@ -47,14 +47,16 @@ static SafeTensors* weights_open(const char* folder)
     return files;
 }
 
-/* A tensor by HF name, with or without the prefix `transformer.` or `model.`: files of the base model have none. */
-static const SafeTensor* find_weight(const SafeTensors* files, const char* name)
+/* A tensor by HF name, with or without the prefix `transformer.` or `model.`: files of the base model have none. An
+ * embedding that is tied to the head may be there under the head's name alone. */
+static const SafeTensor* find_weight(const SafeTensors* files, const char* name, bool tied = false)
 {
     const SafeTensor* found = safetensors_find(files, name);
     for (const char* prefix : {"transformer.", "model."})
         if (found == nullptr && strncmp(name, prefix, strlen(prefix)) == 0)
             found = safetensors_find(files, name + strlen(prefix));
-    return found;
+    const bool is_embedding = strstr(name, "wte.weight") != nullptr || strstr(name, "embed_tokens.weight") != nullptr;
+    return found == nullptr && tied && is_embedding ? safetensors_find(files, "lm_head.weight") : found;
 }
 
 /* The row of tensor t, or of the whole that it is a piece of, in a file's table. */
@@ -154,7 +156,8 @@ static bool folder_is_shared(const Comm* c, const char* folder)
     clock_gettime(CLOCK_REALTIME, &now);
     uint64_t name = ((uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec) ^ (uint64_t)getpid() << 40;
     comm_broadcast_host(c, &name, sizeof name);
-    snprintf(probe, sizeof probe, "%s/.probe.%016llx", folder, (unsigned long long)name);
+    if (c->rank == 0) probes_remove(folder, 3600);
+    snprintf(probe, sizeof probe, "%s/" PROBE "%016llx", folder, (unsigned long long)name);
     int fd = c->rank == 0 ? (int)TEMP_FAILURE_RETRY(open(probe, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) : -1;
     comm_barrier(c);
     bool shared = comm_max_host(c, c->rank == 0 ? fd < 0 : access(probe, F_OK) != 0) == 0;
@@ -214,7 +217,7 @@ static void nonfinite_refuse(const Zero* z, const char* folder)
              t->file_rows * t->file_cols, n.value, n.count, narrows ? "too large for " : "not finite",
              narrows ? FLOATX_NAME : "");
     if (z->allows_nonfinite) {
-        if (c->rank == 0) printf("weights %s: %s (--allow-nonfinite)\n", folder, what);
+        if (c->rank == 0) say("weights %s: %s (--allow-nonfinite)\n", folder, what);
         return;
     }
     die("%s: %s: %s, or look at them with --allow-nonfinite", folder, what,
@@ -309,7 +312,7 @@ static size_t weights_read(Zero* z, const char* folder, bool tied, bool shared, 
     z->nonfinite = NonFinite{};
     for (int i = 0; i < s->num_tensors; i++) {
         const Tensor* t = &s->tensors[i];
-        const SafeTensor* st = reads ? find_weight(files, t->name) : nullptr;
+        const SafeTensor* st = reads ? find_weight(files, t->name, tied) : nullptr;
         ENSURE(st != nullptr || !reads, "%s: has no tensor %s, which config.json needs", folder, t->name);
         if (reads) ensure_shape(files, st, t);
         watch_move(z->comm->watch, "reading a tensor", tensor_elems(t));
