@@ -126,7 +126,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
     const char* model_name = run_prepare(run, trains, resume_path);
     repeat_check(run);
     if (trains || f->plan) print_start(run, model_name);
-    else if (comm->rank == 0) fputs(run->model.config.notes, stderr);
+    else if (comm->rank == 0) say_to(stderr, "%s", run->model.config.notes);
     if (f->plan) return;
     ensure_same_start(run);
     Ceilings ceilings = f->bench ? ceilings_measure(run) : Ceilings{};

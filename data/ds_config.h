@@ -713,14 +713,14 @@ static void ds_config_free(DsConfig* c)
 static void ds_config_print(const DsConfig* c, FILE* f)
 {
     char name[64], value[64];
-    if (c->json != nullptr) fprintf(f, "keys of %s\n%s", c->file, c->said.text != nullptr ? c->said.text : "");
-    if (c->notes.text != nullptr) fprintf(f, "what differs from DeepSpeed\n%s", c->notes.text);
-    fprintf(f, "flags\n");
+    if (c->json != nullptr) say_to(f, "keys of %s\n%s", c->file, c->said.text != nullptr ? c->said.text : "");
+    if (c->notes.text != nullptr) say_to(f, "what differs from DeepSpeed\n%s", c->notes.text);
+    say_to(f, "flags\n");
     for (const FlagRow& row : flag_rows) {
         int idx = (int)(&row - flag_rows);
         const char* from = !c->flags->given[idx] ? "default" : c->flags->from[idx];
-        fprintf(f, "  %-28s %-24s %s", flag_long_name(&row, name), flag_value(c->flags, &row, value), from);
-        if (c->flags->as[idx] != nullptr) fprintf(f, ", as %s", flag_given_name(c->flags, idx, name));
-        fprintf(f, "\n");
+        say_to(f, "  %-28s %-24s %s", flag_long_name(&row, name), flag_value(c->flags, &row, value), from);
+        if (c->flags->as[idx] != nullptr) say_to(f, ", as %s", flag_given_name(c->flags, idx, name));
+        say_to(f, "\n");
     }
 }

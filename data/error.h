@@ -56,23 +56,36 @@ static inline void text_for_terminal(const char* text, char* out, size_t room)
     out[n] = 0;
 }
 
-/* printf for lines that may have text of files in them. */
-FORMAT(1, 2) static inline void say(const char* fmt, ...)
+static inline void say_args(FILE* f, const char* fmt, va_list args)
 {
     char *text = nullptr, *shown;
-    va_list args;
-    va_start(args, fmt);
     const int length = vasprintf(&text, fmt, args);
-    va_end(args);
     if (length < 0) return;
     const size_t room = 4 * (size_t)length + 16;
     if ((shown = (char*)malloc(room)) != nullptr) {
         text_for_terminal(text, shown, room);
-        fputs(shown, stdout);
+        fputs(shown, f);
     }
     free(shown);
     free(text);
-    fflush(stdout);
+    fflush(f);
+}
+
+/* fprintf to a terminal for lines that may have text of files in them. */
+FORMAT(2, 3) static inline void say_to(FILE* f, const char* fmt, ...)
+{
+    va_list args;
+    va_start(args, fmt);
+    say_args(f, fmt, args);
+    va_end(args);
+}
+
+FORMAT(1, 2) static inline void say(const char* fmt, ...)
+{
+    va_list args;
+    va_start(args, fmt);
+    say_args(stdout, fmt, args);
+    va_end(args);
 }
 
 /* A bad file is seen by all ranks at once: then rank 0 speaks for all. A rank that refuses alone speaks for itself,

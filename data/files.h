@@ -13,10 +13,13 @@
 #include <cassert>
 #include <cerrno>
 #include <cstdint>
+#include <ctime>
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include "error.h"
+
+#define PROBE ".probe."          // see probes_remove
 
 static inline bool error_is_absence(int error) { return error == ENOENT || error == ENOTDIR; }
 
@@ -153,7 +156,7 @@ static inline bool folder_remove(const char* path, char (&why)[1024])
     if (dir == nullptr && error == EISDIR) error = errno;
     for (const struct dirent* entry; dir != nullptr && (entry = readdir(dir)) != nullptr; ) {
         const char* name = entry->d_name;
-        bool ours = name[0] != '.' || strncmp(name, ".probe.", 7) == 0;
+        bool ours = name[0] != '.' || strncmp(name, PROBE, strlen(PROBE)) == 0;
         if (strcmp(name, ".") == 0 || strcmp(name, "..") == 0) continue;
         if (ours && TEMP_FAILURE_RETRY(unlinkat(fd, name, 0)) == 0) continue;
         error = ours ? errno : EPERM;
@@ -166,6 +169,22 @@ static inline bool folder_remove(const char* path, char (&why)[1024])
     snprintf(why, sizeof why, "%.600s%s%s: cannot be removed and stays: %s", path, kept[0] ? "/" : "", kept,
              error == EPERM || error == EISDIR ? "it is not ours" : strerror(error));
     return false;
+}
+
+/* Removes what starts that were killed have left of the test whether all ranks see a folder (zero/weights.h). One that
+ * is younger may be in use by another start. */
+static inline void probes_remove(const char* folder, double min_age_s)
+{
+    struct stat info;
+    DIR* dir = opendir(folder);
+    if (dir == nullptr) return;
+    while (const struct dirent* entry = readdir(dir)) {
+        char path[4400];
+        snprintf(path, sizeof path, "%s/%s", folder, entry->d_name);
+        if (strncmp(entry->d_name, PROBE, strlen(PROBE)) == 0 && lstat(path, &info) == 0 &&
+            difftime(time(nullptr), info.st_mtime) >= min_age_s) unlink(path);
+    }
+    closedir(dir);
 }
 
 // ----------------------------------------------------------------------------------------------------------- write

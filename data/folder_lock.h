@@ -107,10 +107,10 @@ static inline void folder_lock(const char* out)
         error = lock_try(fd);
     }
     if (error == EAGAIN)
-        printf("lock    %s was left locked by a process of this host that is gone: taken over\n", path);
+        say("lock    %s was left locked by a process of this host that is gone: taken over\n", path);
     else if (error == ENOLCK || error == ENOSYS || error == EINVAL || error == EOPNOTSUPP)
-        printf("lock    %s: this file system has no locks (%s): a second run in this folder would not be noticed\n",
-               path, strerror(error));
+        say("lock    %s: this file system has no locks (%s): a second run in this folder would not be noticed\n",
+            path, strerror(error));
     else
         ENSURE(error == 0, "%s: cannot be locked: %s", path, strerror(error));
     lock_holder_write(fd);      // fd stays open: the lock ends with the process

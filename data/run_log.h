@@ -83,8 +83,8 @@ static void log_write(RunLog* log)
     ENSURE(fstat(log->fd, &before) == 0, "%s: cannot be examined: %s", log->path, strerror(errno));
     bool well = write_full(log->fd, log->text, log->length, &done);
     if (!well && !log->waits)
-        fprintf(stderr, "train_gpt: %s: cannot be written: %s; its lines wait in memory until it can\n", log->path,
-                strerror(errno));
+        say_to(stderr, "train_gpt: %s: cannot be written: %s; its lines wait in memory until it can\n", log->path,
+               strerror(errno));
     log->waits = !well;
     if (well) rewind(log->f);
     else if (done > 0)
@@ -159,7 +159,7 @@ static void log_put_by(const char* path)
     for (int k = 2; file_exists(other); k++) snprintf(other, sizeof other, "%s.%d", path, k);
     ENSURE(TEMP_FAILURE_RETRY(rename(path, other)) == 0, "%s: cannot be renamed to %s: %s", path, other,
            strerror(errno));
-    printf("log     of a start without a checkpoint: kept as %s\n", other);
+    say("log     of a start without a checkpoint: kept as %s\n", other);
 }
 
 /* Opens OUT/log.jsonl to append. Lines of steps after `last_step` are dropped first (a resume goes back to a

@@ -1,9 +1,9 @@
-/* nonfinite.cuh: which value of a skipped step was not finite first, so that a bad file, an overflow and a learning rate
- * that is too high can be told apart.
+/* nonfinite.cuh: what was not finite first in a skipped step, so that a bad file, an overflow and a learning rate that
+ * is too high can be told apart.
  *   first_nonfinite(run, step, slot)   of step `step` (counted from 1), the same on every rank. Synchronises
- * A loss that is not finite comes from the forward, which is repeated, without dropout, on the step's micro-batches: the
- * first activation that is not finite is named, or a weight that it is computed with. On a GPU the weights may be one
- * step younger. Where the loss is finite, the backward has overflowed: the tensor nearest to the loss is named. */
+ * A loss that is not finite comes from the forward, which is repeated, without dropout, on the step's micro-batches:
+ * the first activation that is not finite is named, or a weight that it is computed with. On a GPU the weights may be
+ * one step younger. Where the loss is finite, the backward has overflowed: the tensor nearest to the loss is named. */
 #pragma once
 #include "run.cuh"
 

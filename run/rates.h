@@ -186,8 +186,8 @@ static void rates_print(const Flags* f, FILE* file)
     const ScheduleParams params = schedule_params(f);
     if (has_momentum_cycle(f)) fprintf(file, ", beta %g to %g, 0.99", params.cycle_min_mom, params.cycle_max_mom);
     else if (optimizer_takes(row, "beta1")) fprintf(file, ", beta %g %g", optimizer_beta1(f), optimizer_beta2(f));
-    fprintf(file, ", weight decay %g%s%s\n", optimizer_weight_decay(f), f->param_group[0] ? ", groups " : "",
-            f->param_group);
+    say_to(file, ", weight decay %g%s%s\n", optimizer_weight_decay(f), f->param_group[0] ? ", groups " : "",
+           f->param_group);
 }
 
 /* Part of --help: the rows of both tables. dev/doc_tables.py makes the tables of docs/optimizers.md from it. */

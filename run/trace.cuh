@@ -82,7 +82,7 @@ static void trace_write(Run* run, double from_ms)
     fprintf(run->trace, "\n]}\n");
     const bool failed = ferror(run->trace);
     if (fclose(run->trace) != 0 || failed)
-        fprintf(stderr, "train_gpt: %s cannot be written: %s\n", run->trace_path, strerror(errno));
+        say_to(stderr, "train_gpt: %s cannot be written: %s\n", run->trace_path, strerror(errno));
     else SAY("profile %s: open it at ui.perfetto.dev\n", run->trace_path);
     run->trace = nullptr;
 }

@@ -602,8 +602,8 @@ def overflow_backward(tensors):
     (overflow, "the output of model.layers.1.mlp.down_proj", "overflows"),
     (overflow_backward, "the gradient of model.layers.2.mlp.down_proj", "lower -l")])
 def test_first_in_the_forward(folder, spoil, what, advice, request):
-    """Of a skipped step: the weight, the activation or the gradient that is not finite first. Some cases at stage 3, with
-    the blocks recomputed and the vocabulary in chunks."""
+    """Of a skipped step: the weight, the activation or the gradient that is not finite first. Some cases at stage 3,
+    with the blocks recomputed and the vocabulary in chunks."""
     config = llama_config(200, 16, T, L=3, NH=2, model_type="qwen3")
     config["head_dim"] = 8
     tensors = init.random_weights(init.llama_shapes(config), 1, 0.1)

@@ -94,6 +94,22 @@ def test_control_characters(folder, tmp_path):
     assert 'is "\\x1b[31mgelu\\x9b2J"' in run.err and ESCAPE not in run.err
 
 
+def test_control_characters_of_a_model(folder, tmp_path):
+    """Of a model's name in what --export prints, and in the keys of its config.json."""
+    model = tmp_path / f"red{ESCAPE}"
+    model.mkdir()
+    for path in (folder / "model").iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "n_innerx" + ESCAPE[:1]: 1}))
+    run = train_gpt("-m", model, "--export", tmp_path / f"x{ESCAPE}")
+    assert "exported " in run.out and "n_innerx\\x1b" in run.err and ESCAPE[:1] not in run.out + run.err
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"gradient_clipping": 1.0, "wandb": {"enabled": False, "group": ESCAPE}}))
+    run = train_gpt(*flags(folder), "--config", config, "--print-config")
+    assert ESCAPE[:1] not in run.out
+
+
 def test_page_is_escaped(folder, tmp_path):
     """Every string of a log, and every key of its settings."""
     bad = "<script>x</script>"

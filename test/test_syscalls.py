@@ -158,6 +158,13 @@ def test_no_descriptor_is_lost(shim, tmp_path):
     assert run.code == 0 and len(saved_or_not(run)[1]) == 40 and complete(folder) == [59, 60], run.err
 
 
+@pytest.mark.parametrize("error,room", [("ENOSPC", True), ("EDQUOT", True), ("EIO", False), ("EROFS", False)])
+def test_room_is_asked_for_where_it_is_missing(shim, tmp_path, error, room):
+    run = start(shim, prepare(tmp_path), fail=f"write 1 1 {getattr(errno, error)}", part="state.json", steps=2)
+    said = [line for line in run.err.splitlines() if "is not saved" in line]
+    assert said and os.strerror(getattr(errno, error)) in said[0] and ("make room" in said[0]) == room
+
+
 def test_what_cannot_be_removed_is_saved(shim, tmp_path):
     """The folder of an old checkpoint stays: said, and the new one is saved."""
     folder = prepare(tmp_path / "it")

@@ -433,6 +433,7 @@ static int saver_clean(const char* out, size_t first_step)
     int number = 1, k;
     DIR* dir = folder_open(out);
     ENSURE(dir != nullptr, "-o %s: is not there any more", out);
+    probes_remove(out, 0);
     for (const char* name; (name = folder_next(dir, out)) != nullptr; ) {
         char path[4096], why[1024];
         int n = snprintf(path, sizeof path, "%s/%s", out, name);
@@ -440,9 +441,9 @@ static int saver_clean(const char* out, size_t first_step)
         ENSURE(checkpoint_step(name) <= (long long)first_step,
                "%s exists and is not overwritten: the run resumes at step %zu; move it away, or take another -o", path,
                first_step);
-        if (strncmp(name, ".probe.", 7) == 0) unlink(path);
+        if (checkpoint_step(name) >= 0) probes_remove(path, 0);
         if (!name_is_partial(name, &k) || folder_remove(path, why)) continue;
-        fprintf(stderr, "train_gpt: %s\n", why);
+        say_to(stderr, "train_gpt: %s\n", why);
         if (k >= number) number = k + 1;
     }
     folder_close(dir);
@@ -464,7 +465,7 @@ static void saver_start(Saver* s, const SaverConfig* config, size_t first_step)
     snprintf(s->partial, sizeof s->partial, number == 1 ? ".tmp" : ".%d.tmp", number);
     s->gathers = !folder_is_shared(c, config->out);
     if (c->rank == 0 && s->gathers)
-        printf("output  -o %s is not on all hosts: rank 0 writes what the others send, and training waits for that\n",
+        say("output  -o %s is not on all hosts: rank 0 writes what the others send, and training waits for that\n",
                config->out);
 }
 
