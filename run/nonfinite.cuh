@@ -12,18 +12,18 @@ typedef struct FirstNonFinite {
     const char* advice;
 } FirstNonFinite;
 
-/* What a block computes, in order: where it is, columns, the weight it is computed with, or without one what it is. */
+/* What a block computes, in order: rows and columns, the weight it is computed with, or without one what it is. */
 #define BLOCK_POINTS(P) \
-    P(a.norm_1,          c->C,                     NORM_1_WEIGHT, nullptr) \
-    P(qkv_linear(m, &a), config_dim(c, Dim::QKV),  QKV_WEIGHT, nullptr) \
-    P(a.qkv,             config_dim(c, Dim::QKV),  c->qk_norm ? Q_NORM_WEIGHT : QKV_WEIGHT, nullptr) \
-    P(a.att,             config_dim(c, Dim::Q),    NUM_ROWS, "attention") \
-    P(a.residual_2,      c->C,                     PROJ_WEIGHT, nullptr) \
-    P(a.norm_2,          c->C,                     NORM_2_WEIGHT, nullptr) \
-    P(a.fc,              fc_width(c),              FC_WEIGHT, nullptr) \
-    P(a.fc_act,          c->F,                     NUM_ROWS, "the MLP's activation function") \
-    P(m->branch,         c->C,                     FCPROJ_WEIGHT, nullptr)
-#define POINT_COUNT(at, columns, row, what) + 1
+    P(a.norm_1,          own, c->C,                  NORM_1_WEIGHT, nullptr) \
+    P(qkv_linear(m, &a), N,   heads_width(c),        QKV_WEIGHT, nullptr) \
+    P(a.qkv,             N,   heads_width(c),        c->qk_norm ? Q_NORM_WEIGHT : QKV_WEIGHT, nullptr) \
+    P(a.att,             N,   config_dim(c, Dim::Q), NUM_ROWS, "attention") \
+    P(a.residual_2,      own, c->C,                  PROJ_WEIGHT, nullptr) \
+    P(a.norm_2,          own, c->C,                  NORM_2_WEIGHT, nullptr) \
+    P(a.fc,              N,   fc_width(c),           FC_WEIGHT, nullptr) \
+    P(a.fc_act,          N,   c->F,                  NUM_ROWS, "the MLP's activation function") \
+    P(m->branch,         own, c->C,                  FCPROJ_WEIGHT, nullptr)
+#define POINT_COUNT(at, rows, columns, row, what) + 1
 static constexpr int NUM_BLOCK_POINTS = 0 BLOCK_POINTS(POINT_COUNT);
 #undef POINT_COUNT
 
@@ -46,10 +46,9 @@ static size_t nonfinite_count(Run* run, const Values& values, size_t n)
 
 typedef struct ForwardLook { Run* run; int T, first; } ForwardLook;      // first: point that is not finite
 
-static void look_at(ForwardLook* look, int point, const floatX* at, size_t columns)
+static void look_at(ForwardLook* look, int point, const floatX* at, size_t n)
 {
     if (look->first <= point) return;
-    const size_t n = (size_t)look->run->B * look->T * columns;
     if (nonfinite_count(look->run, Values{(void*)at, FLOATX_DTYPE, nullptr}, n) > 0) look->first = point;
 }
 
@@ -60,9 +59,10 @@ static void look_at_block(void* context, int layer)
     const Model* m = &look->run->model;
     const Config* c = &m->config;
     const Block a = model_block(m, layer);
+    const size_t N = (size_t)look->run->B * look->T, own = own_rows(c, N);
     int point = point_of_block(layer);
-    if (layer == 0) look_at(look, 0, a.residual, c->C);
-#define POINT_LOOK(at, columns, row, what) look_at(look, point++, at, (size_t)(columns));
+    if (layer == 0) look_at(look, 0, a.residual, own * c->C);
+#define POINT_LOOK(at, rows, columns, row, what) look_at(look, point++, at, (rows) * (size_t)(columns));
     BLOCK_POINTS(POINT_LOOK)
 #undef POINT_LOOK
 }
@@ -81,7 +81,8 @@ static int first_point(Run* run, size_t step, int slot)
                                    run->zero.compute));
         ForwardLook look = {run, T, first};
         model_forward(m, run->B, T, look_at_block, &look);
-        look_at(&look, point_of_norm_f(&m->config), m->norm_f, m->config.C);
+        look_at(&look, point_of_norm_f(&m->config), m->norm_f,
+                own_rows(&m->config, (size_t)run->B * T) * m->config.C);
         first = -(int)comm_max_host(&run->comm, -look.first);
     }
     zero_cache_clear(&run->zero);
@@ -138,7 +139,7 @@ static FirstNonFinite point_name(Run* run, int point)
     const int layer = point > 0 && point < point_of_norm_f(c) ? (point - 1) / NUM_BLOCK_POINTS : -1;
     int row = point == 0 ? WTE : point == point_of_norm_f(c) ? NORM_F_WEIGHT : c->tied ? WTE : LM_HEAD;
     const char* what = nullptr;
-#define POINT_ROW(at, columns, row, what) {row, what},
+#define POINT_ROW(at, rows, columns, row, what) {row, what},
     const struct { int row; const char* what; } points[] = { BLOCK_POINTS(POINT_ROW) };
 #undef POINT_ROW
     if (layer >= 0) {
