@@ -38,10 +38,13 @@ static inline size_t elements_in_row(const Rectangle& r, size_t i, size_t count)
     return num_more < count ? num_more + 1 : count;
 }
 
-/* The part from its element i on. */
-static inline Rectangle rectangle_from(Rectangle r, size_t i)
+/* The part from its element i on. With i < 0 it begins with -i elements of whatever is before it, as padding is: they
+ * have indices that mean nothing. */
+static inline Rectangle rectangle_from(Rectangle r, ptrdiff_t i)
 {
-    (r.cols == r.stride ? r.first : r.skip) += i;
+    const size_t rows_before = i < 0 ? ((size_t)-i + r.cols - 1) / r.cols : 0;
+    r.first += r.cols == r.stride ? (size_t)i : -rows_before * r.stride;
+    r.skip += r.cols == r.stride ? 0 : rows_before * r.cols + (size_t)i;
     return r;
 }
 

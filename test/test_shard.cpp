@@ -178,6 +178,10 @@ static void count_elements(const Shard* s, const int* group_ranks, int rank, int
         const Tensor* t = &s->tensors[k];
         const Range part = tensor_part(t, shard_slice(s, t->unit, t->group == 0 ? rank : rank / tp));
         const Rectangle place = tensor_logical(t, part.first);
+        const size_t before = random_below(200);     // of padding, in the same launch
+        if (part.count > 0)
+            check(element_index(tensor_logical(t, part.first - before), before) == element_index(place, 0),
+                  "the place of elements after padding", group_ranks[0]);
         for (size_t i = 0, n; i < part.count; i += n) {
             n = elements_in_row(place, i, part.count - i);
             check(n > 0 && n <= part.count - i, "elements in a row", group_ranks[0]);

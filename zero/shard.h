@@ -108,7 +108,8 @@ static inline Rectangle tensor_rectangle(const Tensor* t, size_t flat)
     const size_t cols = (is_vector ? t->shape[0] : t->shape[1]) / num_blocks;
     const size_t stride = (is_vector ? t->file_rows : t->file_cols) / num_blocks;
     const bool in_line = cols == stride || tensor_elems(t) <= cols;
-    return rectangle_from(in_line ? rectangle_in_line(first) : Rectangle{first, 0, cols, stride}, flat - t->first);
+    return rectangle_from(in_line ? rectangle_in_line(first) : Rectangle{first, 0, cols, stride},
+                          (ptrdiff_t)(flat - t->first));
 }
 
 /* The same among all parameters, as in the files. */
