@@ -103,7 +103,9 @@ static void layout_files(const char* folder, void* context) { (void)folder; (voi
 
 static void layout_save(Run* run)
 {
-    const SaverConfig config = {run->flags->out, 0, 0, layout_files, nullptr};
+    SaverConfig config = {};
+    config.out = run->flags->out;
+    config.small_files = layout_files;
     RunState state = {};
     state.step = run->step;
     state.num_applied = run->step;
