@@ -177,6 +177,7 @@ static void driver_allocate(Driver* d)
         visits[u] = u;
     }
     run->global_batch = run->T = 1;
+    run->model.config.tp = run->model.config.kv_ranks = 1;       // no model sends anything
     run->config = step_config(run);
     matmul_init();
     ZeroConfig config = {};
