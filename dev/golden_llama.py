@@ -3,6 +3,7 @@
 
     pip install torch numpy transformers safetensors
     python dev/golden_llama.py           # seconds
+    python dev/golden_llama.py NAME...   # only these configs; what is stored of the others stays
 
 families.json              configs, seeds and sizes, from which the same weights and tokens can be made
 families_NAME.safetensors  of one batch: logits (B,T,V), losses (B,T), and grad.TENSOR of the mean loss
@@ -15,11 +16,12 @@ RMSNorm and its rotary table are always fp32), rounded to fp32.
 """
 import json
 import pathlib
+import sys
 
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import init
 
@@ -50,6 +52,11 @@ CONFIGS = {
                  mlp_bias=True, rope_scaling={"rope_type": "linear", "factor": 2.0}),
     "mistral": llama("mistral", "MistralForCausalLM", num_attention_heads=6, num_key_value_heads=2, head_dim=16,
                      sliding_window=None),
+    # every query but the first few sees fewer keys than there are; then the same in the upper of two layers alone
+    "mistral_window": llama("mistral", "MistralForCausalLM", num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+                            sliding_window=7),
+    "qwen2_window": llama("qwen2", "Qwen2ForCausalLM", num_attention_heads=4, num_key_value_heads=1, hidden_size=32,
+                          rms_norm_eps=1e-6, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     # the MLP without a gate, and its biases
     "arcee": llama("arcee", "ArceeForCausalLM", num_attention_heads=4, num_key_value_heads=2, hidden_size=32,
                    hidden_act="relu2", mlp_bias=True),
@@ -128,15 +135,18 @@ def continue_greedily(model, prompt, num_tokens):
 
 
 if __name__ == "__main__":
-    texts, steps = {}, {}
-    for name, config in CONFIGS.items():
+    names, texts, steps, bf16 = sys.argv[1:] or [*CONFIGS, "far"], {}, {}, {}
+    if sys.argv[1:]:
+        texts = json.loads((GOLDEN / "families_text.json").read_text())["texts"]
+        steps = json.loads((GOLDEN / "families_steps.json").read_text())
+        bf16 = load_file(GOLDEN / "families_bf16.safetensors")
+    for name, config in [(name, CONFIGS[name]) for name in names if name in CONFIGS]:
         model = build(config)
         save_file(one_batch(model, config), GOLDEN / f"families_{name}.safetensors")
         steps[name] = adamw_steps(config)
         texts[name] = [continue_greedily(model, prompt, 64) for prompt in PROMPTS]
         print(name, len(set(texts[name][0])), "different tokens in the first continuation")
-    bf16 = {}
-    for name, config in [*CONFIGS.items(), ("far", FAR)]:
+    for name, config in [(name, CONFIGS.get(name, FAR)) for name in names]:
         tokens = torch.from_numpy(init.tokens(2048 if name == "far" else B * T + 1, config["vocab_size"], SEED))
         batch = tokens[None] if name == "far" else tokens[:-1].view(B, T)
         bf16[name + ".truth"], bf16[name + ".plain"] = logits_bf16(config, batch,

@@ -1,5 +1,7 @@
-/* attention.cuh: causal self-attention with grouped keys and values, tile by tile: no T x T matrix is ever stored.
- *   s[i,j] = scale * q[i] . k[j]  for j <= i      lse[i] = log sum_j exp(s[i,j])      p[i,j] = exp(s[i,j] - lse[i])
+/* attention.cuh: causal self-attention with grouped keys and values, tile by tile: no T x T matrix is ever stored. A
+ * query sees all keys up to itself, or those from its first key on: documents, sliding windows (attention_spans.cuh).
+ *   s[i,j] = scale * q[i] . k[j]  for first_key[i] <= j <= i; without spans for j <= i
+ *   lse[i] = log sum_j exp(s[i,j])           p[i,j] = exp(s[i,j] - lse[i])
  *   out[i] = sum_j p[i,j] * v[j]             with dropout, k[i,j] * p[i,j], where k is 0 or 1/(1 - drop)
  *   ds[i,j] = p[i,j] * (k[i,j] * dout[i] . v[j] - delta[i])      delta[i] = dout[i] . out[i]
  *   dq[i] = scale * sum_j ds[i,j] * k[j]    dk[j] = scale * sum_i ds[i,j] * q[i]    dv[j] = sum_i p[i,j] * dout[i]
@@ -10,7 +12,8 @@
  * exact   every sum is taken in a fixed order by one thread or warp, without atomics: same bits on every run and for
  *         any number of CPU threads. Arithmetic is fp32, but on a GPU in bf16 and fp16 as attention_mma.cuh says, and
  *         in bf16 on a CPU with AVX512_BF16: GEMMs multiply pairs of bf16 (gemm.h), p and ds are rounded before them.
- * cost    forward 2, backward 5 GEMMs of T*(T+1)/2 * HS multiply-adds per query head, judged against the FMA peak
+ * cost    forward 2, backward 5 GEMMs of HS multiply-adds for each query head and each pair of a query and a key that
+ *         it sees, T*(T+1)/2 of a whole sequence, judged against the FMA peak; tiles that hold no such pair are skipped
  * source  Dao et al. 2022, arXiv:2205.14135 (tiles, online softmax, recomputation); the transposed scores of the CPU
  *         code are our own */
 #pragma once
@@ -155,11 +158,25 @@ static void attention_scatter(float* d, const float* p, const float* rows, int n
         }
 }
 
-/* Scores of keys after their query become -inf. `ahead` is the first key's position after the first query. */
-static void attention_mask(float* s, int ahead, int num_keys)
+/* Scores of keys that their query does not see become -inf. first and key: of the block and of the tile. */
+static void attention_mask(float* s, AttentionDims a, int b, int first, int key, int num_keys)
 {
+    const int ahead = key - first;
     for (int j = ahead < 0 ? -ahead : 0; j < num_keys; j++)
         for (int query = 0; query < ahead + j && query < ATTENTION_QUERIES; query++) s[j * GEMM_NR + query] = -INFINITY;
+    for (int query = 0; a.spans.first_key != nullptr && query < ATTENTION_QUERIES; query++) {
+        const int num_before = attention_first_key(a, b, first + query) - key;
+        for (int j = 0; j < num_before && j < num_keys; j++) s[j * GEMM_NR + query] = -INFINITY;
+    }
+}
+
+/* The keys of the tiles of a block of queries, in whole panels: those that one of its queries sees. */
+typedef struct { int begin, end; } KeyRange;
+
+static KeyRange attention_keys(AttentionDims a, int b, int first, int num_queries)
+{
+    const int begin = attention_first_key(a, b, first);
+    return {begin - begin % GEMM_MR, (int)round_up(first + num_queries, GEMM_MR)};
 }
 
 /* One tile of the online softmax: s becomes exp(scale * s - max), and max, sum and acc_t move to the new maximum. */
@@ -195,22 +212,22 @@ static void attention_drop(float* s, DropoutKey drop_key, const Dropout& d, int 
 }
 
 static void attention_forward_head(floatX* out, float* lse, const AttentionSpace* s, const floatX* q, AttentionDims a,
-                                   DropoutKey drop_key, const Dropout& d, AttentionShare queries)
+                                   int b, DropoutKey drop_key, const Dropout& d, AttentionShare queries)
 {
     const int T = a.T, HS = a.HS, cells = gemm_cells(HS);
     const size_t ld = attention_ld_qkv(a), ld_out = attention_ld_out(a);
     const size_t panel_elems = attention_panel_elems(T);
     for (int first = queries.first * ATTENTION_QUERIES; first < T; first += queries.step * ATTENTION_QUERIES) {
         const int num_queries = gemm_min(ATTENTION_QUERIES, T - first), num_vectors = gemm_div_up(num_queries, VF);
-        const int seen = (int)round_up(first + num_queries, GEMM_MR);
+        const KeyRange keys = attention_keys(a, b, first, num_queries);
         float max[GEMM_NR], sum[GEMM_NR] = {};
-        for (float& m : max) m = -INFINITY;
+        for (float& m : max) m = ATTENTION_MIN_SCORE;
         gemm_pack(s->q_t, GEMM_NR, q + first * ld, ld, false, HS, num_queries);
         memset(s->acc_t, 0, round_up(HS, GEMM_MR) * GEMM_NR * sizeof(float));
-        for (int key = 0; key < seen; key += ATTENTION_KEYS_FORWARD) {
-            const int num_keys = gemm_min(ATTENTION_KEYS_FORWARD, seen - key);
+        for (int key = keys.begin; key < keys.end; key += ATTENTION_KEYS_FORWARD) {
+            const int num_keys = gemm_min(ATTENTION_KEYS_FORWARD, keys.end - key);
             attention_scores(s->p, s->k_rows + (size_t)key * cells, s->q_t, num_keys, num_vectors, HS);
-            attention_mask(s->p, key - first, num_keys);
+            attention_mask(s->p, a, b, first, key, num_keys);
             attention_softmax(s->p, max, sum, s->acc_t, num_keys, num_vectors, HS, a.scale);
             if (d.threshold > 0) attention_drop(s->p, drop_key, d, first, key, num_keys, T);
             const float* p = attention_key_cells(s->p, s->p, num_keys, num_vectors);
@@ -245,7 +262,7 @@ static void attention_softmax_backward(float* s, float* dp, const float* lse, co
 
 /* One query head: writes dq unless that is null, adds to s->dk and s->dv if `adds_kv`. */
 static void attention_backward_head(floatX* dq, bool adds_kv, const AttentionSpace* s, const floatX* dout,
-                                    const floatX* out, const float* lse, const floatX* q, AttentionDims a,
+                                    const floatX* out, const float* lse, const floatX* q, AttentionDims a, int b,
                                     DropoutKey drop_key, const Dropout& d, AttentionShare queries, AttentionShare keys)
 {
     const int T = a.T, HS = a.HS, cells = gemm_cells(HS);
@@ -253,7 +270,7 @@ static void attention_backward_head(floatX* dq, bool adds_kv, const AttentionSpa
     const size_t panel_elems = attention_panel_elems(T);
     for (int first = queries.first * ATTENTION_QUERIES; first < T; first += queries.step * ATTENTION_QUERIES) {
         const int num_queries = gemm_min(ATTENTION_QUERIES, T - first), num_vectors = gemm_div_up(num_queries, VF);
-        const int seen = (int)round_up(first + num_queries, GEMM_MR);
+        const KeyRange seen = attention_keys(a, b, first, num_queries);
         float block_lse[GEMM_NR] = {}, delta[GEMM_NR] = {};
         memcpy(block_lse, lse + first, num_queries * sizeof(float));
         gemm_pack(s->q_t, GEMM_NR, q + first * ld, ld, false, HS, num_queries);
@@ -266,11 +283,14 @@ static void attention_backward_head(floatX* dq, bool adds_kv, const AttentionSpa
         gemm_pack(s->q, width, q + first * ld, ld, true, num_queries, HS);
         gemm_pack(s->dout, width, dout + first * ld_out, ld_out, true, num_queries, HS);
         memset(s->acc_t, 0, round_up(HS, GEMM_MR) * GEMM_NR * sizeof(float));
-        for (int key = keys.first * ATTENTION_KEYS_BACKWARD; key < seen; key += keys.step * ATTENTION_KEYS_BACKWARD) {
-            const int num_keys = gemm_min(ATTENTION_KEYS_BACKWARD, seen - key);
+        const int first_tile = keys.first * ATTENTION_KEYS_BACKWARD, step = keys.step * ATTENTION_KEYS_BACKWARD;
+        for (int tile = first_tile; tile < seen.end; tile += step) {
+            const int key = tile < seen.begin ? seen.begin : tile;
+            const int num_keys = gemm_min(tile + ATTENTION_KEYS_BACKWARD, seen.end) - key;
+            if (num_keys <= 0) continue;             // all before what the queries see
             attention_scores(s->p, s->k_rows + (size_t)key * cells, s->q_t, num_keys, num_vectors, HS);
             attention_scores(s->ds, s->v_rows + (size_t)key * cells, s->dout_t, num_keys, num_vectors, HS);
-            attention_mask(s->p, key - first, num_keys);
+            attention_mask(s->p, a, b, first, key, num_keys);
             if (d.threshold > 0) attention_drop(s->ds, drop_key, d, first, key, num_keys, T);
             attention_softmax_backward(s->p, s->ds, block_lse, delta, num_keys, num_vectors, a.scale);
             if (d.threshold > 0) attention_drop(s->p, drop_key, d, first, key, num_keys, T);
@@ -314,7 +334,8 @@ static void attention_forward_cpu(floatX* out, float* lse, float* scratch, const
         attention_pack_rows(s.k_rows, qkv + attention_k(a, b, kv_head), ld, a.T, a.HS);
         attention_pack_cols(s.v_cols, qkv + attention_v(a, b, kv_head), ld, a.T, a.HS);
         attention_forward_head(out + attention_o(a, b, h), lse + attention_l(a, b, h), &s,
-                               qkv + attention_q(a, b, h), a, dropout_key(d, b, h), d, {item % num_parts, num_parts});
+                               qkv + attention_q(a, b, h), a, b, dropout_key(d, b, h), d,
+                               {item % num_parts, num_parts});
     }
 }
 
@@ -336,7 +357,8 @@ static void attention_backward_heads(const AttentionBackward& x, AttentionSpace*
     for (int h = h0; h < h1; h++) {
         const size_t q = attention_q(a, b, h), o = attention_o(a, b, h);
         attention_backward_head(has_dq ? x.dqkv + q : nullptr, adds_kv, s, x.dout + o, x.out + o,
-                                x.lse + attention_l(a, b, h), x.qkv + q, a, dropout_key(d, b, h), d, queries, keys);
+                                x.lse + attention_l(a, b, h), x.qkv + q, a, b, dropout_key(d, b, h), d, queries,
+                                keys);
     }
     for (int t = 0; t < T && adds_kv; t++) {
         if (t / ATTENTION_KEYS_BACKWARD % keys.step != keys.first) continue;
@@ -412,6 +434,9 @@ template<int HSP> DEV void attention_load_rows(float* dst, const floatX* src, si
     attention_load<HSP>(dst, HSP, AttentionShape<HSP>::ROWS, src, ld, first, a);
 }
 
+/* The first tile of the other side that a block of rows needs: the one with this row. */
+DEV int attention_tile_of(int row) { return row - row % ATTENTION_TILE; }
+
 /* dot[r] = rows[r] . tile[lane] */
 template<int HSP> DEV void attention_dots(float (&dot)[AttentionShape<HSP>::R], const float* rows, const float* tile)
 {
@@ -428,6 +453,25 @@ template<int HSP> DEV void attention_dots(float (&dot)[AttentionShape<HSP>::R], 
             for (int i = 0; i < 4; i++) dot[r] += a[i] * b[i];
         }
     }
+}
+
+/* Scores that the spans hide become -inf: of R queries from `query` on and the lane's key, from `key` on. Then of R
+ * keys and the lane's query. Lane r loads the bound of row r: one each in R registers would not fit. */
+template<int R> DEV void attention_hide_keys(float (&s)[R], int query, int key, int b, AttentionDims a)
+{
+    if (a.spans.first_key == nullptr) return;
+    const int lane = threadIdx.x % 32, first_key = attention_first_key(a, b, query + lane % R);
+#pragma unroll
+    for (int r = 0; r < R; r++)
+        if (key + lane < __shfl_sync(0xffffffffu, first_key, r)) s[r] = -INFINITY;
+}
+template<int R> DEV void attention_hide_queries(float (&s)[R], int key, int query, int b, AttentionDims a)
+{
+    if (a.spans.last_query == nullptr) return;
+    const int lane = threadIdx.x % 32, last_query = attention_last_query(a, b, key + lane % R);
+#pragma unroll
+    for (int r = 0; r < R; r++)
+        if (query + lane > __shfl_sync(0xffffffffu, last_query, r)) s[r] = -INFINITY;
 }
 
 /* sum[r][c] += sum_j weight[r][j] * tile[j][lane + 32 c]. The weights are the warp's own, in shared memory. */
@@ -465,16 +509,18 @@ attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, AttentionDi
     const floatX *k = qkv + attention_k(a, b, kv_head), *v = qkv + attention_v(a, b, kv_head);
     float max_score[S::R], sum[S::R], acc[S::R][S::LANE] = {};
 #pragma unroll
-    for (int r = 0; r < S::R; r++) max_score[r] = -INFINITY, sum[r] = 0.0f;
+    for (int r = 0; r < S::R; r++) max_score[r] = ATTENTION_MIN_SCORE, sum[r] = 0.0f;
     attention_load_rows<HSP>(queries, qkv + attention_q(a, b, h), ld, first, a);
     queries += warp * S::R * HSP, weights += warp * S::R * ATTENTION_TILE;
 
-    for (int key = 0; key < min(first + S::ROWS, a.T); key += ATTENTION_TILE) {
+    for (int key = attention_tile_of(attention_first_key(a, b, first)); key < min(first + S::ROWS, a.T);
+         key += ATTENTION_TILE) {
         __syncthreads();
         attention_load_tile<HSP>(tile, k, ld, key, a);
         __syncthreads();
         float p[S::R];
         attention_dots<HSP>(p, queries, tile);
+        attention_hide_keys(p, row, key, b, a);
 #pragma unroll
         for (int r = 0; r < S::R; r++) {
             const float score = key + lane <= row + r ? a.scale * p[r] : -INFINITY;
@@ -538,7 +584,8 @@ attention_backward_q_kernel(floatX* dqkv, const floatX* dout, const float* lse, 
     attention_load_rows<HSP>(douts, dout + attention_o(a, b, h), attention_ld_out(a), first, a);
     queries += warp * S::R * HSP, douts += warp * S::R * HSP, weights += warp * S::R * ATTENTION_TILE;
 
-    for (int key = 0; key < min(first + S::ROWS, a.T); key += ATTENTION_TILE) {
+    for (int key = attention_tile_of(attention_first_key(a, b, first)); key < min(first + S::ROWS, a.T);
+         key += ATTENTION_TILE) {
         float dp[S::R], s[S::R];
         __syncthreads();
         attention_load_tile<HSP>(tile, v, ld, key, a);
@@ -548,6 +595,7 @@ attention_backward_q_kernel(floatX* dqkv, const floatX* dout, const float* lse, 
         attention_load_tile<HSP>(tile, k, ld, key, a);
         __syncthreads();
         attention_dots<HSP>(s, queries, tile);
+        attention_hide_keys(s, row, key, b, a);
 #pragma unroll
         for (int r = 0; r < S::R; r++) {
             const bool seen = key + lane <= row + r && row + r < a.T;
@@ -579,6 +627,7 @@ attention_backward_kv_kernel(floatX* dqkv, const floatX* dout, const float* lse,
     const int first = blockIdx.x * S::ROWS, row = first + warp * S::R;
     const size_t ld = attention_ld_qkv(a), ld_out = attention_ld_out(a);
     const size_t k = attention_k(a, b, kv_head), v = attention_v(a, b, kv_head);
+    const int last_query = attention_last_query(a, b, first + S::ROWS - 1);
     float dk[S::R][S::LANE] = {}, dv[S::R][S::LANE] = {};
     attention_load_rows<HSP>(keys, qkv + k, ld, first, a);
     attention_load_rows<HSP>(values, qkv + v, ld, first, a);
@@ -586,7 +635,7 @@ attention_backward_kv_kernel(floatX* dqkv, const floatX* dout, const float* lse,
 
     for (int h = kv_head * group; h < (kv_head + 1) * group; h++) {
         const floatX *q = qkv + attention_q(a, b, h), *dout_head = dout + attention_o(a, b, h);
-        for (int query = first / ATTENTION_TILE * ATTENTION_TILE; query < a.T; query += ATTENTION_TILE) {
+        for (int query = attention_tile_of(first); query <= last_query; query += ATTENTION_TILE) {
             const bool exists = query + lane < a.T;
             const float query_lse = exists ? lse[attention_l(a, b, h) + query + lane] : 0.0f;
             const float query_delta = exists ? delta[attention_l(a, b, h) + query + lane] : 0.0f;
@@ -595,6 +644,7 @@ attention_backward_kv_kernel(floatX* dqkv, const floatX* dout, const float* lse,
             attention_load_tile<HSP>(tile, q, ld, query, a);
             __syncthreads();
             attention_dots<HSP>(s, keys, tile);
+            attention_hide_queries(s, row, query, b, a);
 #pragma unroll
             for (int r = 0; r < S::R; r++) {
                 const bool seen = row + r <= query + lane && exists;
@@ -671,7 +721,7 @@ static size_t attention_scratch_elems(int B, int T, int NH, int HS) { (void)HS; 
 /* The statistics of the rows, or for head sizes of the 32-bit path delta alone, which is less. */
 static size_t attention_scratch_elems(int B, int T, int NH, int HS)
 {
-    return 2 * stats_elems({B, T, NH, NH, HS, 1.0f});
+    return 2 * stats_elems({B, T, NH, NH, HS, 1.0f, {}});
 }
 #endif
 
@@ -682,19 +732,22 @@ static size_t attention_scratch_elems(int B, int T, int NH, int HS)
     ((d).threshold > 0 ? ATTENTION_FOR(HS, true, launch, __VA_ARGS__) : ATTENTION_FOR(HS, false, launch, __VA_ARGS__))
 #endif
 
-static AttentionDims attention_dims(int B, int T, int NH, int NKV, int HS, float scale)
+static AttentionDims attention_dims(int B, int T, int NH, int NKV, int HS, float scale, const AttentionSpans& spans)
 {
     ENSURE(NKV > 0 && NH % NKV == 0, "%d query heads cannot be shared out among %d key/value heads", NH, NKV);
 #ifndef DEVICE_CPU
     ENSURE(HS <= 256, "head size %d: at most 256 on a GPU", HS);
 #endif
-    return {B, T, NH, NKV, HS, scale};
+    AttentionDims a = {B, T, NH, NKV, HS, scale, spans};
+    if (spans.first_key == nullptr) a.spans.pairs = B * spans_pairs(T, 0);
+    return a;
 }
 
-/* What the ops cost: the causal half of so many GEMMs, and so many rows of a head in and out, with lse. */
-static double attention_flops(int num_products, int B, int T, int NH, int HS)
+/* What the ops cost: of so many GEMMs the pairs of a query and a key that it sees, and so many rows of a head in and
+ * out, with lse. */
+static double attention_flops(int num_products, AttentionDims a)
 {
-    return (double)num_products * B * NH * HS * T * (T + 1.0);
+    return 2.0 * num_products * a.NH * a.HS * a.spans.pairs;
 }
 static double attention_bytes(int num_heads, int B, int T, int NH, int HS)
 {
@@ -702,10 +755,11 @@ static double attention_bytes(int num_heads, int B, int T, int NH, int HS)
 }
 
 static void attention_forward(floatX* out, float* lse, float* scratch, const floatX* qkv, int B, int T, int NH, int NKV,
-                              int HS, float scale, cudaStream_t stream, Dropout d = {})
+                              int HS, float scale, cudaStream_t stream, Dropout d = {},
+                              const AttentionSpans& spans = {})
 {
-    OP(stream, attention_flops(2, B, T, NH, HS), attention_bytes(2 * (NH + NKV), B, T, NH, HS), B, T, NH, HS);
-    const AttentionDims a = attention_dims(B, T, NH, NKV, HS, scale);
+    const AttentionDims a = attention_dims(B, T, NH, NKV, HS, scale, spans);
+    OP(stream, attention_flops(2, a), attention_bytes(2 * (NH + NKV), B, T, NH, HS), B, T, NH, HS);
     ON_CPU(attention_forward_cpu(out, lse, scratch, qkv, a, d));
 #ifndef DEVICE_CPU
     (void)scratch;
@@ -719,10 +773,10 @@ static void attention_forward(floatX* out, float* lse, float* scratch, const flo
 
 static void attention_backward(floatX* dqkv, float* scratch, const floatX* dout, const floatX* out, const float* lse,
                                const floatX* qkv, int B, int T, int NH, int NKV, int HS, float scale,
-                               cudaStream_t stream, Dropout d = {})
+                               cudaStream_t stream, Dropout d = {}, const AttentionSpans& spans = {})
 {
-    OP(stream, attention_flops(5, B, T, NH, HS), attention_bytes(4 * (NH + NKV), B, T, NH, HS), B, T, NH, HS);
-    const AttentionDims a = attention_dims(B, T, NH, NKV, HS, scale);
+    const AttentionDims a = attention_dims(B, T, NH, NKV, HS, scale, spans);
+    OP(stream, attention_flops(5, a), attention_bytes(4 * (NH + NKV), B, T, NH, HS), B, T, NH, HS);
     ON_CPU(attention_backward_cpu(dqkv, scratch, dout, out, lse, qkv, a, d));
 #ifndef DEVICE_CPU
     if (!attention_uses_mma(a, {dqkv, scratch, dout, out, qkv}))

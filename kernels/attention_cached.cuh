@@ -1,11 +1,12 @@
 /* attention_cached.cuh: attention of new tokens against the keys and values of those before them, for generation. Row n
  * is the token of sequence slots[n] at positions[n]; rows of many sequences, and several of one, go together.
  *   keys, values [slot, :, position, :] = row n's k and v heads, for all rows first; then
- *   out[n] = sum_j p[j] * values[slot, kv, j]      p = softmax_j(scale * q[n] . keys[slot, kv, j]),  j <= positions[n]
+ *   out[n] = sum_j p[j] * values[slot, kv, j]      p = softmax_j(scale * q[n] . keys[slot, kv, j]),
+ *            first_key[n] <= j <= positions[n]; first_key null: from 0 on
  * shapes  qkv (N,(NH+2*NKV)*HS) as in attention.cuh; out (N,NH*HS); keys values (num_slots,NKV,T,HS), all floatX;
- *         slots positions (N) int
+ *         slots positions first_key (N) int
  * writes  out =; keys, values: the rows' places
- * needs   NH % NKV == 0; positions < T; HS <= 1024, on a GPU <= 256
+ * needs   NH % NKV == 0; first_key <= positions < T; HS <= 1024, on a GPU <= 256
  * exact   each row and head by one thread or warp, keys in order: the result does not depend on which rows go together
  * cost    reads 2*HS*s bytes per key and query head; judged against memory bandwidth (one warp per row and head, so a
  *         lone sequence does not fill a GPU)
@@ -69,15 +70,15 @@ static void attention_cached_head_cpu(floatX* out_x, const floatX* q, const floa
 }
 
 static void attention_cached_cpu(floatX* out, floatX* keys, floatX* values, const floatX* qkv, const int* slots,
-                                 const int* positions, CachedDims a)
+                                 const int* positions, const int* first_key, CachedDims a)
 {
     attention_cached_store_cpu(keys, values, qkv, slots, positions, a);
     #pragma omp parallel for schedule(dynamic)
     for (int item = 0; item < a.N * a.NH; item++) {
-        const int n = item / a.NH, h = item % a.NH;
-        const size_t first = cached_first(a, slots[n], h / (a.NH / a.NKV));
+        const int n = item / a.NH, h = item % a.NH, begin = first_key != nullptr ? first_key[n] : 0;
+        const size_t first = cached_first(a, slots[n], h / (a.NH / a.NKV)) + (size_t)begin * a.HS;
         attention_cached_head_cpu(out + (size_t)item * a.HS, qkv + ((size_t)n * (a.NH + 2 * a.NKV) + h) * a.HS,
-                                  keys + first, values + first, positions[n] + 1, a.HS, a.scale);
+                                  keys + first, values + first, positions[n] + 1 - begin, a.HS, a.scale);
     }
 }
 
@@ -102,7 +103,7 @@ static __global__ void attention_cached_store_kernel(floatX* keys, floatX* value
 /* A warp a row and query head; lane d holds head elements d, d + 32, ... */
 template <int LANE> static __global__ void __launch_bounds__(32 * CACHED_WARPS)
 attention_cached_kernel(floatX* out, const floatX* keys, const floatX* values, const floatX* qkv, const int* slots,
-                        const int* positions, CachedDims a)
+                        const int* positions, const int* first_key, CachedDims a)
 {
     const int item = blockIdx.x * CACHED_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (item >= a.N * a.NH) return;
@@ -112,7 +113,7 @@ attention_cached_kernel(floatX* out, const floatX* keys, const floatX* values, c
     float query[LANE], acc[LANE] = {}, max = -INFINITY, sum = 0.0f;
 #pragma unroll
     for (int c = 0; c < LANE; c++) query[c] = lane + 32 * c < a.HS ? a.scale * load_f(q[lane + 32 * c]) : 0.0f;
-    for (int j = 0; j < num_keys; j++) {
+    for (int j = first_key != nullptr ? first_key[n] : 0; j < num_keys; j++) {
         const size_t at = first + (size_t)j * a.HS;
         float dot = 0.0f;
 #pragma unroll
@@ -132,33 +133,33 @@ attention_cached_kernel(floatX* out, const floatX* keys, const floatX* values, c
 }
 
 static void attention_cached_launch(floatX* out, floatX* keys, floatX* values, const floatX* qkv, const int* slots,
-                                    const int* positions, CachedDims a, cudaStream_t stream)
+                                    const int* positions, const int* first_key, CachedDims a, cudaStream_t stream)
 {
     LAUNCH(attention_cached_store_kernel, a.N, 256, 0, stream, keys, values, qkv, slots, positions, a);
     const unsigned grid = (unsigned)ceil_div((size_t)a.N * a.NH, CACHED_WARPS);
     if (a.HS <= 64)
         LAUNCH((attention_cached_kernel<2>), grid, 32 * CACHED_WARPS, 0, stream, out, keys, values, qkv, slots,
-               positions, a);
+               positions, first_key, a);
     else if (a.HS <= 128)
         LAUNCH((attention_cached_kernel<4>), grid, 32 * CACHED_WARPS, 0, stream, out, keys, values, qkv, slots,
-               positions, a);
+               positions, first_key, a);
     else
         LAUNCH((attention_cached_kernel<8>), grid, 32 * CACHED_WARPS, 0, stream, out, keys, values, qkv, slots,
-               positions, a);
+               positions, first_key, a);
     CUDA_CHECK(cudaGetLastError());
 }
 
 #endif
 
 static void attention_cached(floatX* out, floatX* keys, floatX* values, const floatX* qkv, const int* slots,
-                             const int* positions, int N, int T, int NH, int NKV, int HS, float scale,
-                             cudaStream_t stream)
+                             const int* positions, const int* first_key, int N, int T, int NH, int NKV, int HS,
+                             float scale, cudaStream_t stream)
 {
     ENSURE(HS <= CACHED_MAX_HS, "head size %d: at most %d here", HS, (int)CACHED_MAX_HS);
     const CachedDims a = {N, T, NH, NKV, HS, scale};
-    ON_CPU(attention_cached_cpu(out, keys, values, qkv, slots, positions, a));
+    ON_CPU(attention_cached_cpu(out, keys, values, qkv, slots, positions, first_key, a));
 #ifndef DEVICE_CPU
-    attention_cached_launch(out, keys, values, qkv, slots, positions, a, stream);
+    attention_cached_launch(out, keys, values, qkv, slots, positions, first_key, a, stream);
 #endif
 }
 
@@ -166,7 +167,7 @@ static void attention_cached(floatX* out, floatX* keys, floatX* values, const fl
 #include "optest.h"
 
 template <class R> static void attention_cached_ref(R* out, R* keys, R* values, const R* qkv, const int* slots,
-                                                    const int* positions, CachedDims a)
+                                                    const int* positions, const int* first_key, CachedDims a)
 {
     const int heads = a.NH + 2 * a.NKV;
     for (int n = 0; n < a.N; n++)
@@ -178,26 +179,27 @@ template <class R> static void attention_cached_ref(R* out, R* keys, R* values, 
     R* p = (R*)op_alloc(a.T * sizeof(R));
     for (int item = 0; item < a.N * a.NH; item++) {
         const int n = item / a.NH, h = item % a.NH, num_keys = positions[n] + 1;
+        const int begin = first_key != nullptr ? first_key[n] : 0;
         const size_t first = cached_first(a, slots[n], h / (a.NH / a.NKV));
         R max = -INFINITY, sum = 0;
-        for (int j = 0; j < num_keys; j++) {
+        for (int j = begin; j < num_keys; j++) {
             p[j] = 0;
             for (int d = 0; d < a.HS; d++)
                 p[j] += qkv[((size_t)n * heads + h) * a.HS + d] * keys[first + (size_t)j * a.HS + d];
             p[j] *= (R)a.scale;
             if (p[j] > max) max = p[j];
         }
-        for (int j = 0; j < num_keys; j++) sum += p[j] = std::exp(p[j] - max);
+        for (int j = begin; j < num_keys; j++) sum += p[j] = std::exp(p[j] - max);
         for (int d = 0; d < a.HS; d++) {
             R total = 0;
-            for (int j = 0; j < num_keys; j++) total += p[j] / sum * values[first + (size_t)j * a.HS + d];
+            for (int j = begin; j < num_keys; j++) total += p[j] / sum * values[first + (size_t)j * a.HS + d];
             out[(size_t)item * a.HS + d] = total;
         }
     }
     free(p);
 }
 
-/* dims: sequences, T, NH, NKV, HS. Each sequence brings one to three tokens, each from a place of its own. */
+/* dims: sequences, T, NH, NKV, HS, window. Each sequence brings one to three tokens, each from a place of its own. */
 static void attention_cached_test(OpRun* run)
 {
     const int *d = run->dims, num_slots = d[0], T = d[1];
@@ -210,6 +212,10 @@ static void attention_cached_test(OpRun* run)
     }
     op_upload(run, "slots");
     op_upload(run, "positions");
+    OpInts first_key = op_ints(run, "first_key", (size_t)num_slots * 3, 0, 1);
+    for (int n = 0; n < N; n++) first_key.h[n] = positions.h[n] >= d[5] ? positions.h[n] - d[5] + 1 : 0;
+    op_upload(run, "first_key");
+    const int *first = d[5] > 0 ? first_key.dev : nullptr, *h_first = d[5] > 0 ? first_key.h : nullptr;
     const CachedDims a = {N, T, d[2], d[3], d[4], 1.0f / sqrtf((float)d[4])};
     const size_t cache_elems = (size_t)num_slots * a.NKV * T * a.HS;
     OpTensor<floatX> qkv = op_input<floatX>(run, "qkv", (size_t)N * (a.NH + 2 * a.NKV) * a.HS, 0.0, 1.5);
@@ -217,10 +223,10 @@ static void attention_cached_test(OpRun* run)
     OpTensor<floatX> values = op_inout<floatX>(run, "values", cache_elems, 0.0, 1.5);
     OpTensor<floatX> out = op_output<floatX>(run, "out", (size_t)N * a.NH * a.HS);
     OP_RUN(run, 2.0 * cache_elems * sizeof(floatX), 0,
-           attention_cached(out.dev, keys.dev, values.dev, qkv.dev, slots.dev, positions.dev, N, T, a.NH, a.NKV, a.HS,
-                            a.scale, 0));
-    attention_cached_ref(out.f64, keys.f64, values.f64, qkv.f64, slots.h, positions.h, a);
-    attention_cached_ref(out.f32, keys.f32, values.f32, qkv.f32, slots.h, positions.h, a);
+           attention_cached(out.dev, keys.dev, values.dev, qkv.dev, slots.dev, positions.dev, first, N, T, a.NH,
+                            a.NKV, a.HS, a.scale, 0));
+    attention_cached_ref(out.f64, keys.f64, values.f64, qkv.f64, slots.h, positions.h, h_first, a);
+    attention_cached_ref(out.f32, keys.f32, values.f32, qkv.f32, slots.h, positions.h, h_first, a);
     op_check(run, out);
     op_check_exact(run, keys);
     op_check_exact(run, values);
@@ -232,6 +238,8 @@ static const OpTest attention_cached_tests[] = {
     {"attention_cached", attention_cached_test, {3, 300, 6, 2, 64}, OpWhen::ALWAYS},
     {"attention_cached", attention_cached_test, {2, 20, 2, 2, 128}, OpWhen::ALWAYS},
     {"attention_cached", attention_cached_test, {2, 20, 2, 1, 250}, OpWhen::ALWAYS},
+    {"attention_cached", attention_cached_test, {5, 40, 4, 1, 24, 7}, OpWhen::ALWAYS},
+    {"attention_cached", attention_cached_test, {3, 300, 6, 2, 64, 150}, OpWhen::ALWAYS},
     {"attention_cached", attention_cached_test, {8, 2048, 32, 4, 64}, OpWhen::BENCH},
 };
 

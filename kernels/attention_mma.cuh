@@ -203,8 +203,9 @@ DEV void mma_store(floatX* dst, size_t ld, floatX* staging, const float (&sum)[M
 
 /* ---- forward */
 
-/* Scores of keys behind their query become -inf. query and key are the first of the warp's and of the tile's rows. */
-template <int M, int N> DEV void mma_mask(float (&s)[M][N][4], int query, int key)
+/* Scores of the pairs that are hidden, by their indices, become -inf. row and col: the first of the warp's and of the
+ * tile's. */
+template <int M, int N, class Hidden> DEV void mma_mask(float (&s)[M][N][4], int row, int col, Hidden is_hidden)
 {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -213,11 +214,19 @@ template <int M, int N> DEV void mma_mask(float (&s)[M][N][4], int query, int ke
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                if (key + 8 * n + 2 * (lane % 4) + e % 2 > query + 16 * m + 8 * (e / 2) + lane / 4)
+                if (is_hidden(row + 16 * m + 8 * (e / 2) + lane / 4, col + 8 * n + 2 * (lane % 4) + e % 2))
                     s[m][n][e] = -INFINITY;
 }
 
-/* Multiplies a tile by dropout's factors; query and key as in mma_mask. */
+/* Of 16 * M queries from `query` on and 8 * N keys from `key` on: the pairs in which the query does not see the key. */
+template <int M, int N> DEV void mma_mask_keys(float (&s)[M][N][4], int query, int key, int b, AttentionDims a)
+{
+    if (key + 8 * N - 1 > query) mma_mask(s, query, key, [](int row, int col) { return col > row; });
+    if (key < attention_first_key(a, b, query + 16 * M - 1))
+        mma_mask(s, query, key, [=](int row, int col) { return col < attention_first_key(a, b, row); });
+}
+
+/* Multiplies a tile by dropout's factors; query and key as in mma_mask_keys. */
 template <int M, int N> DEV void mma_drop(float (&s)[M][N][4], DropoutKey drop_key, const Dropout& d, int query,
                                           int key, int T)
 {
@@ -284,14 +293,15 @@ attention_forward_mma_kernel(floatX* out, float* lse, const floatX* qkv, Attenti
     floatX* own = queries + warp * 16 * M * HSP;
     float max_score[M][2], sum[M][2] = {}, acc[M][S::CHUNKS][4] = {};
 #pragma unroll
-    for (int m = 0; m < M; m++) max_score[m][0] = max_score[m][1] = -INFINITY;
+    for (int m = 0; m < M; m++) max_score[m][0] = max_score[m][1] = ATTENTION_MIN_SCORE;
+    const int first_tile = attention_first_key(a, b, first) / TILE, at = first_tile % 2 * TILE * HSP;
     mma_load<HSP, ROWS>(queries, qkv + attention_q(a, b, h), ld, first, a);
-    mma_load<HSP, TILE>(keys, k, ld, 0, a);
-    mma_load<HSP, TILE>(values, v, ld, 0, a);
+    mma_load<HSP, TILE>(keys + at, k, ld, first_tile * TILE, a);
+    mma_load<HSP, TILE>(values + at, v, ld, first_tile * TILE, a);
     cp_async_commit();
 
     const int num_tiles = (min(first + ROWS, a.T) + TILE - 1) / TILE;
-    for (int tile = 0; tile < num_tiles; tile++) {
+    for (int tile = first_tile; tile < num_tiles; tile++) {
         const int key = tile * TILE, now = tile % 2 * TILE * HSP, next = TILE * HSP - now;
         cp_async_wait<0>();
         __syncthreads();                             // the tile is there for all, and all are done with the one before
@@ -303,7 +313,7 @@ attention_forward_mma_kernel(floatX* out, float* lse, const floatX* qkv, Attenti
         if (key > row + 16 * M - 1) continue;        // all behind this warp's queries
         float s[M][TILE / 8][4];
         mma_dot<HSP>(s, own, keys + now);
-        if (key + TILE - 1 > row) mma_mask(s, row, key);
+        mma_mask_keys(s, row, key, b, a);
         mma_softmax(s, max_score, sum, acc, a.scale * LOG2_E);
         if constexpr (DROPS) mma_drop(s, dropout_key(d, b, h), d, row, key, a.T);
         mma_add<HSP>(acc, s, values + now, 0);
@@ -375,8 +385,9 @@ attention_backward_q_mma_kernel(floatX* dqkv, const floatX* dout, const float* s
     uint32_t held_q[HSP / 16][M][4], held_dout[HSP / 16][M][4];
     mma_load<HSP, ROWS>(queries, qkv + attention_q(a, b, h), ld, first, a);
     mma_load<HSP, ROWS>(douts, dout + attention_o(a, b, h), attention_ld_out(a), first, a);
-    mma_load<HSP, TILE>(keys, k, ld, 0, a);
-    mma_load<HSP, TILE>(values, v, ld, 0, a);
+    const int first_tile = attention_first_key(a, b, first) / TILE, at = first_tile % 2 * TILE * HSP;
+    mma_load<HSP, TILE>(keys + at, k, ld, first_tile * TILE, a);
+    mma_load<HSP, TILE>(values + at, v, ld, first_tile * TILE, a);
     cp_async_commit();
     stats += stats_first(a, b, h) + row;
 #pragma unroll
@@ -389,7 +400,7 @@ attention_backward_q_mma_kernel(floatX* dqkv, const floatX* dout, const float* s
         }
 
     const int num_tiles = (min(first + ROWS, a.T) + TILE - 1) / TILE;
-    for (int tile = 0; tile < num_tiles; tile++) {
+    for (int tile = first_tile; tile < num_tiles; tile++) {
         const int now = tile % 2 * TILE * HSP, next = TILE * HSP - now;
         cp_async_wait<0>();
         __syncthreads();                             // as in the forward
@@ -398,7 +409,7 @@ attention_backward_q_mma_kernel(floatX* dqkv, const floatX* dout, const float* s
             mma_load<HSP, TILE>(values + next, v, ld, (tile + 1) * TILE, a);
             cp_async_commit();
         }
-        if (tile == 0) {
+        if (tile == first_tile) {
             if constexpr (HELD >= 1) mma_hold<HSP>(held_q, own_q);
             if constexpr (HELD == 2) mma_hold<HSP>(held_dout, own_dout);
         }
@@ -406,12 +417,13 @@ attention_backward_q_mma_kernel(floatX* dqkv, const floatX* dout, const float* s
         for (int slice = 0; slice < TILE; slice += S::SLICE_Q) {
             const int key = tile * TILE + slice;
             if (key > row + 16 * M - 1) break;
+            if (key + S::SLICE_Q <= attention_first_key(a, b, row)) continue;
             float s[M][S::SLICE_Q / 8][4], ds[M][S::SLICE_Q / 8][4];
             if constexpr (HELD >= 1) mma_dot<HSP>(s, held_q, keys + now + slice * HSP);
             else mma_dot<HSP>(s, own_q, keys + now + slice * HSP);
             if constexpr (HELD == 2) mma_dot<HSP>(ds, held_dout, values + now + slice * HSP);
             else mma_dot<HSP>(ds, own_dout, values + now + slice * HSP);
-            if (key + S::SLICE_Q - 1 > row) mma_mask(s, row, key);
+            mma_mask_keys(s, row, key, b, a);
             if constexpr (DROPS) mma_drop(ds, dropout_key(d, b, h), d, row, key, a.T);
 #pragma unroll
             for (int m = 0; m < M; m++)
@@ -463,18 +475,12 @@ template <int M, int N> DEV void mma_slice_backward(float (&s)[M][N][4], float (
         }
 }
 
-/* As mma_mask, rows being keys and columns queries. */
-template <int M, int N> DEV void mma_mask_transposed(float (&s)[M][N][4], int key, int query)
+/* As mma_mask_keys, rows being keys and columns queries. */
+template <int M, int N> DEV void mma_mask_queries(float (&s)[M][N][4], int key, int query, int b, AttentionDims a)
 {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                if (key + 16 * m + 8 * (e / 2) + lane / 4 > query + 8 * n + 2 * (lane % 4) + e % 2)
-                    s[m][n][e] = -INFINITY;
+    if (query < key + 16 * M - 1) mma_mask(s, key, query, [](int row, int col) { return row > col; });
+    if (query + 8 * N - 1 > attention_last_query(a, b, key))
+        mma_mask(s, key, query, [=](int row, int col) { return col > attention_last_query(a, b, row); });
 }
 
 /* As mma_drop, rows being keys and columns queries. */
@@ -509,7 +515,8 @@ attention_backward_kv_mma_kernel(floatX* dqkv, const floatX* dout, const float* 
     const size_t ld = attention_ld_qkv(a), k = attention_k(a, b, kv_head), v = attention_v(a, b, kv_head);
     floatX *own_k = keys + warp * 16 * M * HSP, *own_v = values + warp * 16 * M * HSP;
     float dk[M][S::COLS / 8][4] = {}, dv[M][S::COLS / 8][4] = {};
-    const int first_query = first / TILE * TILE, tiles_per_head = (a.T - first_query + TILE - 1) / TILE;
+    const int first_query = first / TILE * TILE, last_query = attention_last_query(a, b, first + ROWS - 1);
+    const int tiles_per_head = (last_query - first_query) / TILE + 1;
     mma_load<HSP, ROWS>(keys, qkv + k, ld, first, a);
     mma_load<HSP, ROWS>(values, qkv + v, ld, first, a);
     mma_load_queries<HSP>(queries, douts, tile_stats, dout, stats, qkv, b, kv_head * group, first_query, a);
@@ -528,10 +535,11 @@ attention_backward_kv_mma_kernel(floatX* dqkv, const floatX* dout, const float* 
         for (int slice = 0; slice < TILE; slice += S::SLICE_KV) {
             const int query = first_query + tile % tiles_per_head * TILE + slice, at = (now * TILE + slice) * HSP;
             if (query + S::SLICE_KV - 1 < row) continue;        // all before this warp's keys
+            if (query > attention_last_query(a, b, row + 16 * M - 1)) break;         // none sees them
             float s[M][N][4], ds[M][N][4];
             mma_dot<HSP>(s, own_k, queries + at);
             mma_dot<HSP>(ds, own_v, douts + at);
-            if (query < row + 16 * M - 1) mma_mask_transposed(s, row, query);
+            mma_mask_queries(s, row, query, b, a);
             DropoutKey drop_key = {};
             if constexpr (DROPS) {
                 drop_key = dropout_key(d, b, kv_head * group + tile / tiles_per_head);

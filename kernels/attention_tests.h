@@ -2,18 +2,19 @@
 #pragma once
 #include "optest.h"
 
-/* Plain attention, row by row, with the row's probabilities. p has room for T. */
-template<class R> static void attention_row_ref(R* p, R* lse, const R* q, const R* k, size_t ld, int i, int HS, R scale)
+/* Plain attention, row by row, with the row's probabilities of keys from `first` on. p has room for T. */
+template<class R> static void attention_row_ref(R* p, R* lse, const R* q, const R* k, size_t ld, int first, int i,
+                                                int HS, R scale)
 {
     R max = -INFINITY, sum = 0;
-    for (int j = 0; j <= i; j++) {
+    for (int j = first; j <= i; j++) {
         p[j] = 0;
         for (int d = 0; d < HS; d++) p[j] += q[d] * k[j * ld + d];
         p[j] *= scale;
         if (p[j] > max) max = p[j];
     }
-    for (int j = 0; j <= i; j++) sum += p[j] = std::exp(p[j] - max);
-    for (int j = 0; j <= i; j++) p[j] /= sum;
+    for (int j = first; j <= i; j++) sum += p[j] = std::exp(p[j] - max);
+    for (int j = first; j <= i; j++) p[j] /= sum;
     *lse = max + std::log(sum);
 }
 
@@ -21,6 +22,12 @@ template<class R> static void attention_row_ref(R* p, R* lse, const R* q, const 
 static double attention_keep_ref(const Dropout& d, AttentionDims a, int b, int h, int i, int j)
 {
     return dropout_keeps_ref(d, b, h, (uint32_t)i * a.T + j) ? (double)d.scale : 0;
+}
+
+/* As attention_first_key; of the references a.spans are host memory. */
+static int attention_first_ref(AttentionDims a, int b, int i)
+{
+    return a.spans.first_key != nullptr ? a.spans.first_key[(size_t)b * a.T + i] : 0;
 }
 
 template<class R> static void attention_forward_ref(R* out, R* lse, const R* qkv, AttentionDims a, Dropout drop)
@@ -33,11 +40,13 @@ template<class R> static void attention_forward_ref(R* out, R* lse, const R* qkv
         const R* v = qkv + attention_v(a, b, kv_head);
         R* p = (R*)op_alloc(a.T * sizeof(R));
         for (int i = 0; i < a.T; i++) {
-            attention_row_ref(p, &lse[attention_l(a, b, h) + i], q + i * ld, k, ld, i, a.HS, (R)a.scale);
+            const int first = attention_first_ref(a, b, i);
+            attention_row_ref(p, &lse[attention_l(a, b, h) + i], q + i * ld, k, ld, first, i, a.HS, (R)a.scale);
             R* o = out + attention_o(a, b, h) + i * attention_ld_out(a);
             for (int d = 0; d < a.HS; d++) {
                 o[d] = 0;
-                for (int j = 0; j <= i; j++) o[d] += p[j] * v[j * ld + d] * (R)attention_keep_ref(drop, a, b, h, i, j);
+                for (int j = first; j <= i; j++)
+                    o[d] += p[j] * v[j * ld + d] * (R)attention_keep_ref(drop, a, b, h, i, j);
             }
         }
         free(p);
@@ -61,7 +70,7 @@ template<class R> static void attention_backward_ref(R* dqkv, const R* dout, con
                 const size_t o = attention_o(a, b, h) + i * attention_ld_out(a);
                 R delta = 0;
                 for (int d = 0; d < a.HS; d++) delta += dout[o + d] * out[o + d];
-                for (int j = 0; j <= i; j++) {
+                for (int j = attention_first_ref(a, b, i); j <= i; j++) {
                     R score = 0, dp = 0;
                     for (int d = 0; d < a.HS; d++) score += qkv[q + d] * qkv[k + j * ld + d];
                     for (int d = 0; d < a.HS; d++) dp += dout[o + d] * qkv[v + j * ld + d];
@@ -76,7 +85,7 @@ template<class R> static void attention_backward_ref(R* dqkv, const R* dout, con
             }
 }
 
-/* dims: B, T, NH, NKV, HS, percent that dropout drops */
+/* dims: B, T, NH, NKV, HS, percent that dropout drops, window, mean length of a document */
 static Dropout attention_test_dropout(const OpRun* run)
 {
     return run->dims[5] > 0 ? dropout_site(42, 1, 2, 77, run->dims[5] / 100.0) : dropout_site(42, 1, 2, 77, 0);
@@ -84,20 +93,41 @@ static Dropout attention_test_dropout(const OpRun* run)
 static AttentionDims attention_test_dims(const OpRun* run)
 {
     const int* d = run->dims;
-    return attention_dims(d[0], d[1], d[2], d[3], d[4], 1.0f / sqrtf((float)d[4]));
+    return attention_dims(d[0], d[1], d[2], d[3], d[4], 1.0f / sqrtf((float)d[4]), {});
+}
+
+/* The dims' window and documents, on the device; those of the host to a->spans, for the references. */
+static AttentionSpans attention_test_spans(OpRun* run, AttentionDims* a)
+{
+    const int window = run->dims[6], mean = run->dims[7], n = a->B * a->T;
+    if (window == 0 && mean == 0) return {};
+    const OpInts positions = spans_test_positions(run, a->B, a->T, mean);
+    OpInts first_key = op_ints(run, "first_key", n, 0, 1), last_query = op_ints(run, "last_query", n, 0, 1);
+    for (int i = 0; i < n; i++) {
+        const int* own = mean > 0 ? positions.h + (i - i % a->T) : nullptr;
+        first_key.h[i] = spans_first_key(own, window, i % a->T);
+        last_query.h[i] = spans_last_query(own, window, i % a->T, a->T);
+        a->spans.pairs += i % a->T - first_key.h[i] + 1;
+    }
+    op_upload(run, "first_key");
+    op_upload(run, "last_query");
+    a->spans.first_key = first_key.h;
+    a->spans.last_query = last_query.h;
+    return {first_key.dev, last_query.dev, a->spans.pairs};
 }
 
 static void attention_forward_test(OpRun* run)
 {
-    const AttentionDims a = attention_test_dims(run);
+    AttentionDims a = attention_test_dims(run);
+    const AttentionSpans spans = attention_test_spans(run, &a);
     const Dropout drop = attention_test_dropout(run);
     OpTensor<floatX> qkv = op_input<floatX>(run, "qkv", a.B * a.T * attention_ld_qkv(a), 0.0, 1.5);
     OpTensor<floatX> out = op_output<floatX>(run, "out", a.B * a.T * attention_ld_out(a));
     OpTensor<float> lse = op_output<float>(run, "lse", (size_t)a.B * a.NH * a.T);
     float* scratch = op_scratch<float>(run, attention_scratch_elems(a.B, a.T, a.NH, a.HS));
-    OP_RUN(run, 0, 2.0 * a.B * a.NH * a.T * (a.T + 1) * a.HS,
+    OP_RUN(run, 0, attention_flops(2, a),
            attention_forward(out.dev, lse.dev, scratch, qkv.dev, a.B, a.T, a.NH, a.NKV, a.HS, a.scale, 0,
-                             drop));
+                             drop, spans));
     attention_forward_ref(out.f64, lse.f64, qkv.f64, a, drop);
     attention_forward_ref(out.f32, lse.f32, qkv.f32, a, drop);
     op_check(run, out);
@@ -107,7 +137,8 @@ static void attention_forward_test(OpRun* run)
 /* The double reference continues from out and lse in double; ours and the plain one from those rounded. */
 static void attention_backward_test(OpRun* run)
 {
-    const AttentionDims a = attention_test_dims(run);
+    AttentionDims a = attention_test_dims(run);
+    const AttentionSpans spans = attention_test_spans(run, &a);
     const Dropout drop = attention_test_dropout(run);
     OpTensor<floatX> qkv = op_input<floatX>(run, "qkv", a.B * a.T * attention_ld_qkv(a), 0.0, 1.5);
     OpTensor<floatX> dout = op_input<floatX>(run, "dout", a.B * a.T * attention_ld_out(a), 0.0, 1.0);
@@ -126,9 +157,9 @@ static void attention_backward_test(OpRun* run)
     const floatX* out = (const floatX*)op_bytes(run, "out", OpKind::INPUT, h_out, dout.n * sizeof(floatX));
     const float* lse = (const float*)op_bytes(run, "lse", OpKind::INPUT, lse32, num_lse * sizeof(float));
     float* scratch = op_scratch<float>(run, attention_scratch_elems(a.B, a.T, a.NH, a.HS));
-    OP_RUN(run, 0, 5.0 * a.B * a.NH * a.T * (a.T + 1) * a.HS,
+    OP_RUN(run, 0, attention_flops(5, a),
            attention_backward(dqkv.dev, scratch, dout.dev, out, lse, qkv.dev, a.B, a.T, a.NH, a.NKV, a.HS, a.scale, 0,
-                              drop));
+                              drop, spans));
     attention_backward_ref(dqkv.f64, dout.f64, out64, lse64, qkv.f64, a, drop);
     attention_backward_ref(dqkv.f32, dout.f32, out32, lse32, qkv.f32, a, drop);
     op_check(run, dqkv);
@@ -155,7 +186,8 @@ static void attention_backward_q_choices(const OpTensor<floatX> (&dqkv)[HELD_CHO
 /* All give the bits of the op. out and lse need not be a forward's. */
 static void attention_held_test(OpRun* run)
 {
-    const AttentionDims a = attention_test_dims(run);
+    AttentionDims a = attention_test_dims(run);
+    const AttentionSpans spans = attention_test_spans(run, &a);
     const Dropout drop = attention_test_dropout(run);
     const size_t ld = attention_ld_qkv(a), n = a.B * a.T * ld;
     OpTensor<floatX> qkv = op_input<floatX>(run, "qkv", n, 0.0, 1.5);
@@ -169,7 +201,8 @@ static void attention_held_test(OpRun* run)
     for (int i = 0; i < HELD_CHOICES; i++) choices[i] = op_output<floatX>(run, names[i], n);
     OP_RUN(run, 0, 0,
            attention_backward(dqkv.dev, scratch, dout.dev, out.dev, lse.dev, qkv.dev, a.B, a.T, a.NH, a.NKV, a.HS,
-                              a.scale, 0, drop);
+                              a.scale, 0, drop, spans);
+           a.spans = spans;
            ATTENTION_FOR_HEAD_SIZE(a.HS, drop, attention_backward_q_choices, choices, dout.dev, scratch, qkv.dev, a,
                                    drop));
     const floatX* dq = (const floatX*)op_result(run, "dqkv");
@@ -185,7 +218,8 @@ static void attention_held_test(OpRun* run)
 #define ATTENTION_HELD_TESTS \
     ATTENTION_HELD_TEST(2, 70, 2, 1, 64) ATTENTION_HELD_TEST(1, 131, 2, 2, 40) ATTENTION_HELD_TEST(1, 66, 2, 1, 64, 20) \
     ATTENTION_HELD_TEST(1, 97, 2, 1, 128) ATTENTION_HELD_TEST(1, 40, 2, 2, 104, 30) \
-    ATTENTION_HELD_TEST(1, 37, 1, 1, 256) ATTENTION_HELD_TEST(1, 35, 1, 1, 136, 10)
+    ATTENTION_HELD_TEST(1, 37, 1, 1, 256) ATTENTION_HELD_TEST(1, 35, 1, 1, 136, 10) \
+    ATTENTION_HELD_TEST(1, 131, 2, 1, 64, 0, 20, 50)
 #else
 #define ATTENTION_HELD_TESTS
 #endif
@@ -202,9 +236,16 @@ static void attention_held_test(OpRun* run)
     ATTENTION_TEST(name, ALWAYS, 1, 45, 2, 1, 128, 50), ATTENTION_TEST(name, ALWAYS, 1, 37, 1, 1, 256, 10), \
     ATTENTION_TEST(name, ALWAYS, 2, 33, 2, 1, 21, 10), ATTENTION_TEST(name, LARGE, 2, 257, 6, 3, 64), \
     ATTENTION_TEST(name, LARGE, 1, 515, 4, 2, 128), ATTENTION_TEST(name, LARGE, 1, 300, 2, 1, 256), \
+    ATTENTION_TEST(name, ALWAYS, 2, 150, 2, 1, 64, 0, 0, 12), ATTENTION_TEST(name, ALWAYS, 1, 200, 2, 2, 64, 0, 33), \
+    ATTENTION_TEST(name, ALWAYS, 2, 131, 2, 1, 128, 0, 40, 30), ATTENTION_TEST(name, ALWAYS, 1, 70, 1, 1, 256, 0, 9, 20), \
+    ATTENTION_TEST(name, ALWAYS, 1, 90, 2, 1, 21, 0, 17, 25), ATTENTION_TEST(name, ALWAYS, 1, 140, 1, 1, 64, 0, 1), \
+    ATTENTION_TEST(name, ALWAYS, 1, 99, 2, 1, 128, 20, 30, 15), ATTENTION_TEST(name, ALWAYS, 1, 75, 1, 1, 32, 0, 200, 1), \
+    ATTENTION_TEST(name, LARGE, 2, 1100, 2, 1, 64, 0, 300, 400), \
+    ATTENTION_TEST(name, LARGE, 1, 4096, 1, 1, 128, 0, 0, 700), \
     ATTENTION_TEST(name, LARGE, 1, 1024, 4, 4, 64), ATTENTION_TEST(name, LARGE, 1, 1600, 1, 1, 24), \
     ATTENTION_TEST(name, BENCH, 4, 64, 12, 12, 64), ATTENTION_TEST(name, BENCH, 4, 256, 6, 6, 64), \
-    ATTENTION_TEST(name, BENCH, 1, 1024, 12, 12, 64), ATTENTION_TEST(name, BENCH, 1, 4096, 4, 2, 128)
+    ATTENTION_TEST(name, BENCH, 1, 1024, 12, 12, 64), ATTENTION_TEST(name, BENCH, 1, 1024, 12, 12, 64, 0, 0, 128), \
+    ATTENTION_TEST(name, BENCH, 1, 4096, 4, 2, 128)
 
 static const OpTest attention_tests[] = {ATTENTION_TESTS(attention_forward), ATTENTION_TESTS(attention_backward)
                                          ATTENTION_HELD_TESTS};

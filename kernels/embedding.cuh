@@ -1,11 +1,12 @@
-/* embedding.cuh: token rows plus position rows, and their gradients. Without positions wpe and dwpe are null.
- *   out[b,t] = wte[tokens[b,t]] + wpe[t]      embedding_rows: out[n] = wte[tokens[n]] + wpe[positions[n]]
+/* embedding.cuh: token rows plus position rows, and their gradients. With rotary positions wpe and dwpe are null.
+ *   out[n] = wte[tokens[n]] + wpe[positions[n]]      positions null: row n, of sequences of T, is at position n % T
  *   of wte there may be some rows only: a range of tokens. Rows of out whose token is not among them stay as they are,
  *   and rows of dout count for no gradient
- *   dwte[v] += sum of dout[b,t] over the places where tokens[b,t] == v       dwpe[t] += sum_b(dout[b,t])
- * shapes  out dout (B,T,C) floatX; tokens (B,T) int; wte (V,C) wpe (T,C) floatX or fp32; dwte (V,C) dwpe (T,C) fp32
+ *   dwte[v] += sum of dout[n] over the places where tokens[n] == v      dwpe[t] += the same where positions[n] == t
+ * shapes  out dout (B,T,C) floatX; tokens positions (B,T) int; wte (V,C) wpe (T,C) floatX or fp32;
+ *         dwte (V,C) dwpe (T,C) fp32
  * writes  forward out =; backward dwte +=, dwpe +=
- * needs   any B, T, C >= 1; tokens within wte (the loader has checked them)
+ * needs   any B, T, C >= 1; tokens within wte (the loader has checked them); positions below T, at most t at (b,t)
  * exact   fixed order of additions, no atomics: same bits on every run and for any number of CPU threads
  * cost    forward 2*B*T*C*s bytes; backward B*T*C*s and twice the fp32 rows touched. On a GPU also about B*T reads of
  *         tokens per distinct token, which grows with the square of B*T
@@ -44,8 +45,8 @@ template <class E, class P> static void embedding_forward_cpu(floatX* out, const
 }
 
 /* Rows collide, columns do not: each thread takes a range of columns, whole cache lines of them, through all rows. */
-static void embedding_backward_cpu(float* dwte, float* dwpe, const floatX* dout, const int* tokens, TokenRange range,
-                                   int B, int T, int C)
+static void embedding_backward_cpu(float* dwte, float* dwpe, const floatX* dout, const int* tokens,
+                                   const int* positions, TokenRange range, int B, int T, int C)
 {
     #pragma omp parallel
     {
@@ -61,8 +62,9 @@ static void embedding_backward_cpu(float* dwte, float* dwpe, const floatX* dout,
                 #pragma omp simd
                 for (int c = first; c < end; c++) token_row[c] += load_f(dout[n * C + c]);
                 if (dwpe == nullptr) continue;
+                float* position_row = dwpe + (size_t)(positions ? positions[n] : t) * C;
                 #pragma omp simd
-                for (int c = first; c < end; c++) dwpe[(size_t)t * C + c] += load_f(dout[n * C + c]);
+                for (int c = first; c < end; c++) position_row[c] += load_f(dout[n * C + c]);
             }
         }
     }
@@ -94,21 +96,23 @@ embedding_forward_kernel(floatX* out, const int* tokens, const int* positions, c
     }
 }
 
+/* A block a position; with positions it looks for those rows of all, from t on in each sequence. */
 template <int W> static __global__ void __launch_bounds__(EMBEDDING_BLOCK)
-embedding_backward_wpe_kernel(float* dwpe, const floatX* dout, const int* tokens, TokenRange range, int B, int T,
-                              int C)
+embedding_backward_wpe_kernel(float* dwpe, const floatX* dout, const int* tokens, const int* positions,
+                              TokenRange range, int B, int T, int C)
 {
-    const size_t t = blockIdx.x;
+    const size_t t = blockIdx.x, end = positions != nullptr ? T : t + 1;
     for (int c = threadIdx.x * W; c < C; c += blockDim.x * W) {
         float sum[W] = {}, x[W];
 #pragma unroll 4
-        for (int b = 0; b < B; b++) {
-            const int place = tokens[(size_t)b * T + t] - range.first;
-            if (place < 0 || place >= range.count) continue;
-            load_vec(x, dout + ((size_t)b * T + t) * C + c);
+        for (int b = 0; b < B; b++)
+            for (size_t n = b * (size_t)T + t; n < b * (size_t)T + end; n++) {
+                const int place = tokens[n] - range.first;
+                if (place < 0 || place >= range.count || (positions != nullptr && positions[n] != (int)t)) continue;
+                load_vec(x, dout + n * C + c);
 #pragma unroll
-            for (int k = 0; k < W; k++) sum[k] += x[k];
-        }
+                for (int k = 0; k < W; k++) sum[k] += x[k];
+            }
         load_vec(x, dwpe + t * C + c);
 #pragma unroll
         for (int k = 0; k < W; k++) x[k] += sum[k];
@@ -176,11 +180,12 @@ static unsigned embedding_block(int C, int width)
 }
 
 template <int W> static void embedding_backward_launch(float* dwte, float* dwpe, const floatX* dout, const int* tokens,
-                                                       TokenRange range, int B, int T, int C, cudaStream_t stream)
+                                                       const int* positions, TokenRange range, int B, int T, int C,
+                                                       cudaStream_t stream)
 {
     if (dwpe != nullptr)
         LAUNCH((embedding_backward_wpe_kernel<W>), T, embedding_block(C, W), 0, stream, dwpe, dout, tokens,
-               range, B, T, C);
+               positions, range, B, T, C);
     CUDA_CHECK(cudaGetLastError());
     const dim3 grid(B * T, (unsigned)ceil_div(C, EMBEDDING_BLOCK * W));
     LAUNCH((embedding_backward_wte_kernel<W>), grid, EMBEDDING_BLOCK, 0, stream, dwte, dout, tokens, range, B * T,
@@ -215,16 +220,16 @@ static double embedding_backward_bytes(bool positions, double B, double T, doubl
     return rows * C * sizeof(floatX) + 2 * (different + (positions ? T : 0)) * C * sizeof(float);
 }
 
-static void embedding_backward(float* dwte, float* dwpe, const floatX* dout, const int* tokens, int B, int T, int C,
-                               cudaStream_t stream, TokenRange range = ALL_TOKENS)
+static void embedding_backward(float* dwte, float* dwpe, const floatX* dout, const int* tokens, const int* positions,
+                               int B, int T, int C, cudaStream_t stream, TokenRange range = ALL_TOKENS)
 {
     OP(stream, 0, embedding_backward_bytes(dwpe != nullptr, B, T, C, range), B, T, C);
-    ON_CPU(embedding_backward_cpu(dwte, dwpe, dout, tokens, range, B, T, C));
+    ON_CPU(embedding_backward_cpu(dwte, dwpe, dout, tokens, positions, range, B, T, C));
 #ifndef DEVICE_CPU
     if (is_vec(dwte, C) && is_vec(dwpe, C) && is_vec(dout, C))
-        embedding_backward_launch<4>(dwte, dwpe, dout, tokens, range, B, T, C, stream);
+        embedding_backward_launch<4>(dwte, dwpe, dout, tokens, positions, range, B, T, C, stream);
     else
-        embedding_backward_launch<1>(dwte, dwpe, dout, tokens, range, B, T, C, stream);
+        embedding_backward_launch<1>(dwte, dwpe, dout, tokens, positions, range, B, T, C, stream);
 #endif
 }
 
@@ -232,26 +237,22 @@ static void embedding_backward(float* dwte, float* dwpe, const floatX* dout, con
 #include "optest.h"
 
 template <class R> static void embedding_forward_ref(R* out, const int* tokens, const R* wte, const R* wpe, int B,
-                                                     int T, int C)
+                                                     int T, int C, const int* positions = nullptr)
 {
-    for (int b = 0; b < B; b++)
-        for (int t = 0; t < T; t++)
-            for (int c = 0; c < C; c++)
-                out[((size_t)b * T + t) * C + c] = wte[(size_t)tokens[b * T + t] * C + c]
-                                                   + (wpe ? wpe[(size_t)t * C + c] : 0);
+    for (int n = 0; n < B * T; n++)
+        for (int c = 0; c < C; c++)
+            out[(size_t)n * C + c] = wte[(size_t)tokens[n] * C + c] +
+                                     (wpe ? wpe[(size_t)(positions ? positions[n] : n % T) * C + c] : 0);
 }
 
 template <class R> static void embedding_backward_ref(R* dwte, R* dwpe, const R* dout, const int* tokens, int B, int T,
-                                                      int C)
+                                                      int C, const int* positions = nullptr)
 {
-    for (int b = 0; b < B; b++) {
-        for (int t = 0; t < T; t++) {
-            for (int c = 0; c < C; c++) {
-                dwte[(size_t)tokens[b * T + t] * C + c] += dout[((size_t)b * T + t) * C + c];
-                if (dwpe != nullptr) dwpe[(size_t)t * C + c] += dout[((size_t)b * T + t) * C + c];
-            }
+    for (int n = 0; n < B * T; n++)
+        for (int c = 0; c < C; c++) {
+            dwte[(size_t)tokens[n] * C + c] += dout[(size_t)n * C + c];
+            if (dwpe != nullptr) dwpe[(size_t)(positions ? positions[n] : n % T) * C + c] += dout[(size_t)n * C + c];
         }
-    }
 }
 
 static void embedding_forward_test(OpRun* run)
@@ -301,8 +302,8 @@ template <class E> static void embedding_rows_test(OpRun* run)
     OP_RUN(run, 0, 0,
            (embedding_rows(out.dev, tokens.dev, nullptr, wte.dev, no_wpe, pieces[0], N, T, C, 0),
             embedding_rows(out.dev, tokens.dev, nullptr, wte.dev + second, no_wpe, pieces[1], N, T, C, 0),
-            embedding_backward(dwte.dev, no_dwpe, dout.dev, tokens.dev, B, T, C, 0, pieces[0]),
-            embedding_backward(dwte.dev + second, no_dwpe, dout.dev, tokens.dev, B, T, C, 0, pieces[1])));
+            embedding_backward(dwte.dev, no_dwpe, dout.dev, tokens.dev, nullptr, B, T, C, 0, pieces[0]),
+            embedding_backward(dwte.dev + second, no_dwpe, dout.dev, tokens.dev, nullptr, B, T, C, 0, pieces[1])));
     embedding_forward_ref<double>(out.f64, tokens.h, wte.f64, nullptr, B, T, C);
     embedding_backward_ref<double>(dwte.f64, nullptr, dout.f64, tokens.h, B, T, C);
     op_check_exact(run, out);
@@ -310,13 +311,18 @@ template <class E> static void embedding_rows_test(OpRun* run)
 }
 
 /* Sums of grid values are exact, so a row added twice or left out shows. With a period (the fifth size) a token's
- * places are exactly that far apart; else every second token is one of a few, so that some lists of places are long. */
+ * places are exactly that far apart; else every second token is one of a few, so that some lists of places are long.
+ * With documents (the seventh) positions begin anew every so many tokens. */
 static void embedding_backward_test(OpRun* run)
 {
     const int B = run->dims[0], T = run->dims[1], C = run->dims[2], V = run->dims[3], period = run->dims[4];
     const int cut = run->dims[5];                    // the first token of a second piece of wte; 0: one piece
+    const int document = run->dims[6];
     const size_t N = (size_t)B * T, num_rows = N < (size_t)V ? N : (size_t)V;
-    OpInts tokens = op_ints(run, "tokens", N, 0, V);
+    OpInts tokens = op_ints(run, "tokens", N, 0, V), positions = op_ints(run, "positions", N, 0, 1);
+    for (size_t n = 0; document > 0 && n < N; n++) positions.h[n] = (int)(n % T) % document;
+    op_upload(run, "positions");
+    const int *given = document > 0 ? positions.dev : nullptr, *h_given = document > 0 ? positions.h : nullptr;
     for (size_t n = 0; n < N; n++) {
         if (period > 0) tokens.h[n] = (int)(n % period);
         else if (n % 2 == 0) tokens.h[n] %= V < 8 ? V : 8;
@@ -327,13 +333,13 @@ static void embedding_backward_test(OpRun* run)
     OpTensor<float> dwpe = op_grid<float>(run, "dwpe", OpKind::INOUT, (size_t)T * C);
     const TokenRange low = {0, cut, 0.5}, high = {cut, V - cut, 0.5};
     auto backward = [&] {
-        if (cut == 0) return embedding_backward(dwte.dev, dwpe.dev, dout.dev, tokens.dev, B, T, C, 0);
-        embedding_backward(dwte.dev, dwpe.dev, dout.dev, tokens.dev, B, T, C, 0, low);
-        embedding_backward(dwte.dev + (size_t)cut * C, dwpe.dev, dout.dev, tokens.dev, B, T, C, 0, high);
+        if (cut == 0) return embedding_backward(dwte.dev, dwpe.dev, dout.dev, tokens.dev, given, B, T, C, 0);
+        embedding_backward(dwte.dev, dwpe.dev, dout.dev, tokens.dev, given, B, T, C, 0, low);
+        embedding_backward(dwte.dev + (size_t)cut * C, dwpe.dev, dout.dev, tokens.dev, given, B, T, C, 0, high);
     };
     OP_RUN(run, (double)dout.n * sizeof(floatX) + 8.0 * C * (num_rows + T), 0, backward());
     double* out = op_host(run, N * C);
-    embedding_backward_ref(dwte.f64, dwpe.f64, dout.f64, tokens.h, B, T, C);
+    embedding_backward_ref(dwte.f64, dwpe.f64, dout.f64, tokens.h, B, T, C, h_given);
     op_check_exact(run, dwte);
     op_check_exact(run, dwpe);
     double* wte = op_host(run, dwte.n);              // values do not matter to a linear map
@@ -343,7 +349,8 @@ static void embedding_backward_test(OpRun* run)
     OpTensor<float> wte_probe = dwte, wpe_probe = dwpe;
     wte_probe.f64 = wte;
     wpe_probe.f64 = wpe;
-#define EMBEDDING_OBJECTIVE (embedding_forward_ref(out, tokens.h, wte, wpe, B, T, C), op_dot(out, dout.f64, N * C))
+#define EMBEDDING_OBJECTIVE \
+    (embedding_forward_ref(out, tokens.h, wte, wpe, B, T, C, h_given), op_dot(out, dout.f64, N * C))
     if (N * C < 100000) {
         OP_CHECK_GRAD(run, dwte, wte_probe, EMBEDDING_OBJECTIVE);
         OP_CHECK_GRAD(run, dwpe, wpe_probe, EMBEDDING_OBJECTIVE);
@@ -376,6 +383,8 @@ static const OpTest embedding_tests[] = {
     {"embedding_backward", embedding_backward_test, {1, 9, 2100, 6}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {5, 220, 4, 1100, 1024}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {5, 220, 4, 1100, 1025}, OpWhen::ALWAYS},
+    {"embedding_backward", embedding_backward_test, {2, 70, 33, 20, 0, 0, 9}, OpWhen::ALWAYS},
+    {"embedding_backward", embedding_backward_test, {3, 40, 64, 20, 0, 7, 17}, OpWhen::ALWAYS},
     {"embedding_backward", embedding_backward_test, {4, 1024, 771, 2000}, OpWhen::LARGE},
     {"embedding_forward", embedding_forward_test, {16, 1024, 768, 50257}, OpWhen::BENCH},
     {"embedding_backward", embedding_backward_test, {16, 1024, 768, 50257}, OpWhen::BENCH},

@@ -29,7 +29,7 @@ struct OpRun;
 struct OpTest {
     const char* name;
     void (*run)(OpRun* run);
-    int dims[8];                                     // meaning is the run function's; 0 ends them in the print
+    int dims[8];                                     // meaning is the run function's; zeros at the end: not printed
     OpWhen when;
 };
 
@@ -325,9 +325,10 @@ static inline void op_set_threads(int num_threads)
 
 static inline void op_dims_print(const OpTest* test, char* text, size_t size)
 {
-    int used = 0;
+    int used = 0, num_dims = 8;
     text[0] = 0;
-    for (int k = 0; k < 8 && test->dims[k] != 0; k++)
+    while (num_dims > 0 && test->dims[num_dims - 1] == 0) num_dims--;
+    for (int k = 0; k < num_dims; k++)
         used += snprintf(text + used, size - used, k == 0 ? "%d" : "x%d", test->dims[k]);
 }
 

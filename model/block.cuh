@@ -174,9 +174,13 @@ typedef struct Attend {
     int B, T;                        // the cache has B slots of T positions
     floatX *keys, *values;           // (L,B,NKV,T,HS), or null
     const int *slots, *positions;    // (N) of each row; null: row n is at position n % T
+    const int* first_key;            // (N) with a cache, of layers that have a window; null: all
 } Attend;
 
-static Attend attend_sequences(int B, int T) { return Attend{B, T, nullptr, nullptr, nullptr, nullptr}; }
+static Attend attend_sequences(const Model* m, int B, int T)
+{
+    return Attend{B, T, nullptr, nullptr, nullptr, spans_positions(&m->spans), nullptr};
+}
 
 /* GEMMs take padded rows: each number of rows is a plan of cuBLASLt's. Rows from N on are idle. */
 typedef struct Rows { int N, padded; } Rows;
@@ -222,11 +226,11 @@ static void attention_part(const Model* m, int layer, const Block* a, const Atte
     heads_forward(m, unit, a, at->positions, N, at->T);
     if (at->keys == nullptr) {
         attention_forward(a->att, a->att_lse, m->scratch, a->qkv, at->B, at->T, NH, NKV, HS, scale, stream,
-                          model_dropout(m, DROPOUT_ATTENTION, layer));
+                          model_dropout(m, DROPOUT_ATTENTION, layer), spans_of_layer(&m->spans, c, layer, at->T));
     } else {
         const size_t first = (size_t)layer * at->B * at->T * NKV * HS;
-        attention_cached(a->att, at->keys + first, at->values + first, a->qkv, at->slots, at->positions, N, at->T, NH,
-                         NKV, HS, scale, stream);
+        attention_cached(a->att, at->keys + first, at->values + first, a->qkv, at->slots, at->positions,
+                         c->slides[layer] ? at->first_key : nullptr, N, at->T, NH, NKV, HS, scale, stream);
     }
 }
 
@@ -268,13 +272,13 @@ static void block_restore(Model* m, int layer, int B, int T)
 {
     const Config* c = &m->config;
     const int N = B * T, own = (int)own_rows(c, N), unit = unit_block(c, layer);
-    const Attend at = attend_sequences(B, T);
+    const Attend at = attend_sequences(m, B, T);
     if (m->recompute == Recompute::NONE || m->recompute == Recompute::BLOCKS || layer == c->L - 1) return;
     Block a = model_block(m, layer);
     Phase before = phase_begin(Phase::RECOMPUTE);
     norm_forward(m, unit, NORM_1_WEIGHT, nullptr, a.norm_1, a.norm_1_mean, a.norm_1_rstd, a.residual, nullptr, own);
     if (m->recompute >= Recompute::ATTENTION) attention_part(m, layer, &a, &at, Rows{N, N});
-    else if (c->qk_norm) heads_forward(m, unit, &a, nullptr, N, T);
+    else if (c->qk_norm) heads_forward(m, unit, &a, at.positions, N, T);
     norm_forward(m, unit, NORM_2_WEIGHT, nullptr, a.norm_2, a.norm_2_mean, a.norm_2_rstd, a.residual_2, nullptr,
                  own);
     if (m->recompute >= Recompute::MLP) mlp_part(m, unit, &a, Rows{N, N});
@@ -330,7 +334,7 @@ static void linear_backward(const Model* m, int unit, int row, floatX* dinp, con
 }
 
 /* m->dqkv: from the gradient of what heads_forward leaves to that of what the GEMM left. */
-static void heads_backward(const Model* m, int unit, const Block* a, int N, int T)
+static void heads_backward(const Model* m, int unit, const Block* a, const int* positions, int N, int T)
 {
     const Config* c = &m->config;
     const int NH = c->NH, NKV = c->NKV, HS = c->HS;
@@ -338,14 +342,14 @@ static void heads_backward(const Model* m, int unit, const Block* a, int N, int 
     float *dq_norm = model_grad(m, unit, Q_NORM_WEIGHT), *dk_norm = model_grad(m, unit, K_NORM_WEIGHT);
     const float *q_norm = model_param_fp32(m, unit, Q_NORM_WEIGHT), *k_norm = model_param_fp32(m, unit, K_NORM_WEIGHT);
     if (q_norm != nullptr)
-        qk_norm_rope_backward(m->dqkv, dq_norm, dk_norm, m->scratch, a->qkv_linear, q_norm, k_norm, m->rope, nullptr,
+        qk_norm_rope_backward(m->dqkv, dq_norm, dk_norm, m->scratch, a->qkv_linear, q_norm, k_norm, m->rope, positions,
                               N, T, NH, NKV, HS, c->eps, stream);
     else if (c->qk_norm)
         qk_norm_rope_backward<floatX>(m->dqkv, dq_norm, dk_norm, m->scratch, a->qkv_linear,
                                       model_param(m, unit, Q_NORM_WEIGHT), model_param(m, unit, K_NORM_WEIGHT),
-                                      m->rope, nullptr, N, T, NH, NKV, HS, c->eps, stream);
+                                      m->rope, positions, N, T, NH, NKV, HS, c->eps, stream);
     else if (is_rotary(c))
-        rope_backward(m->dqkv, m->rope, nullptr, N, T, NH + NKV, NH + 2 * NKV, HS, stream);
+        rope_backward(m->dqkv, m->rope, positions, N, T, NH + NKV, NH + 2 * NKV, HS, stream);
 }
 
 /* Gradient through block `layer`: m->dresidual (own rows,C) goes in as the gradient of its output, and out as that of
@@ -373,8 +377,9 @@ static void block_backward(Model* m, int layer, int B, int T)
     dbranch = stream_gather(m, branch_gradient(m, DROPOUT_PROJ, layer, B, T), N);
     linear_backward(m, unit, PROJ_WEIGHT, m->dnorm, dbranch, a.att, N, Q, C);
     attention_backward(m->dqkv, m->scratch, m->dnorm, a.att, a.att_lse, a.qkv, B, T, c->NH, c->NKV, c->HS,
-                       1.0f / sqrtf((float)c->HS), stream, model_dropout(m, DROPOUT_ATTENTION, layer));
-    heads_backward(m, unit, &a, N, T);
+                       1.0f / sqrtf((float)c->HS), stream, model_dropout(m, DROPOUT_ATTENTION, layer),
+                       spans_of_layer(&m->spans, c, layer, T));
+    heads_backward(m, unit, &a, spans_positions(&m->spans), N, T);
     const floatX* dqkv = kv_scatter(m, N);
     linear_backward(m, unit, QKV_WEIGHT, m->dnorm, dqkv, stream_gather(m, a.norm_1, N), N, C, QKV);
     norm_backward(m, unit, NORM_1_WEIGHT, a.residual, a.norm_1_mean, a.norm_1_rstd, N);

@@ -7,6 +7,7 @@
  *        vocabulary counts, and so does recomputation.
  * bytes  what each operand and result takes, once: the cost line of the operation's header. Left out are what all rows
  *        share (weights of norms, biases, the table of rotary embedding) and what is small beside a row (statistics).
+ * How long documents are is not known: attention is that of whole sequences, less where a layer has a window.
  * Collectives are not here: zero_sent_bytes has their bytes. Those of tensor parallelism are counted (TpSent), and
  * model_sent_bytes has their bytes: they are enqueued by what is walked here. */
 #pragma once
@@ -38,6 +39,7 @@ typedef struct CostWalk {
     Part part;
     double times;
     size_t N, own;            // rows of a micro-step, and of the residual stream
+    double pairs;             // of a query and a key that it sees, in a micro-step: the mean over the layers meant
 } CostWalk;
 
 static constexpr double ELEM = sizeof(floatX);
@@ -174,6 +176,14 @@ static void cost_heads_backward(CostWalk* w)
     else if (is_rotary(c)) cost_add(w, "rope_backward", 0, ELEM * 2 * rotated);
 }
 
+/* From now on layers first.. up to `end` are meant. */
+static void cost_layers(CostWalk* w, int first, int end)
+{
+    w->pairs = 0;
+    for (int layer = first; layer < end; layer++)
+        w->pairs += w->m->B * spans_pairs(w->m->T, config_window(&w->m->config, layer)) / (end - first);
+}
+
 static void cost_attention_part(CostWalk* w)
 {
     const Config* c = &w->m->config;
@@ -182,8 +192,7 @@ static void cost_attention_part(CostWalk* w)
     cost_linear_forward(w, "qkv", N, c->C, QKV);
     cost_kv(w);
     cost_heads_forward(w);
-    cost_add(w, "attention_forward", 2 * N * Q * (w->m->T + 1),
-             ELEM * N * ((double)heads_width(c) + Q) + 4 * N * c->NH);
+    cost_add(w, "attention_forward", 4 * Q * w->pairs, ELEM * N * ((double)heads_width(c) + Q) + 4 * N * c->NH);
 }
 
 static void cost_swiglu_forward(CostWalk* w)
@@ -259,7 +268,7 @@ static void cost_block_backward(CostWalk* w)
     cost_drop(w);
     cost_stream(w);
     cost_linear_backward(w, "attproj", PROJ_WEIGHT, N, Q, C);
-    cost_add(w, "attention_backward", 5 * N * Q * (w->m->T + 1),
+    cost_add(w, "attention_backward", 10 * Q * w->pairs,
              ELEM * 2 * N * ((double)heads_width(c) + Q) + 4 * N * c->NH);
     cost_heads_backward(w);
     cost_kv(w);
@@ -380,6 +389,10 @@ static void cost_micro(CostWalk* w)
                  ELEM * 2 * N * C * (m->chunks_vocab ? piece_tokens(c, piece) : own_tokens(c)).share);
     cost_stream(w);
     cost_drop(w);
+    for (bool slides : {false, true})
+        if (spans_needed(c, slides, m->spans.documents, m->T))
+            cost_add(w, "attention_spans", 0, (m->spans.documents ? 12 : 8) * N);
+    cost_layers(w, 0, c->L);
     cost_times(w, Part::FORWARD, 1, cost_first_block);
     cost_times(w, Part::FORWARD, c->L - 1, cost_next_block);
     cost_norm_forward(w, true);
@@ -391,9 +404,12 @@ static void cost_micro(CostWalk* w)
     w->part = Part::BACKWARD;
     cost_add(w, "cudaMemsetAsync", 0, ELEM * (double)w->own * C);
     cost_norm_backward(w);
+    cost_layers(w, 0, (int)segments * m->segment_layers);
     cost_times(w, Part::RECOMPUTE, segments, cost_first_block);
     cost_times(w, Part::RECOMPUTE, segments * (m->segment_layers - 1), cost_next_block);
+    cost_layers(w, 0, c->L - 1);
     cost_times(w, Part::RECOMPUTE, restored, cost_block_restore);
+    cost_layers(w, 0, c->L);
     cost_times(w, Part::BACKWARD, c->L, cost_block_backward);
     cost_drop(w);
     cost_stream(w);
@@ -536,7 +552,7 @@ static void step_cost(Costs* out, const Model* m, int capability)
     *out = Costs{};
     const size_t N = (size_t)m->B * m->T;
     CostWalk walk = {out, m, capability, Part::FORWARD, (double)m->zero->num_micro_steps, N,
-                     own_rows(&m->config, N)};
+                     own_rows(&m->config, N), 0};
     cost_micro(&walk);
     cost_gradients(&walk);
     cost_update(&walk);

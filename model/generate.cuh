@@ -30,7 +30,8 @@ typedef struct Decoder {
     floatX *keys, *values;          // (L,num_slots,NKV,T,HS)
     Block block;                    // of rows, the same for each layer
     int *slots, *positions;         // (rows)
-    int *h_tokens, *h_slots, *h_positions;   // (rows) pinned
+    int* first_key;                 // (rows) null unless a layer has a window that is shorter than T
+    int *h_tokens, *h_slots, *h_positions, *h_first_key;   // (rows) pinned
     floatX* h_logits;               // (num_slots,VP) pinned
 } Decoder;
 
@@ -68,6 +69,10 @@ static void decoder_plan(Decoder* d, Model* m, Plan* plan, int num_slots, int T)
     plan_add(plan, "logits", D, &m->logits, (size_t)decoder_padded(num_slots) * c->VP);
     for (int** p : {&m->tokens, &d->slots, &d->positions}) plan_add(plan, "tokens", D, p, N);
     for (int** p : {&d->h_tokens, &d->h_slots, &d->h_positions}) plan_add(plan, "tokens", H, p, N);
+    if (spans_needed(c, true, false, T)) {
+        plan_add(plan, "tokens", D, &d->first_key, N);
+        plan_add(plan, "tokens", H, &d->h_first_key, N);
+    }
     plan_add(plan, "logits", H, &d->h_logits, (size_t)num_slots * c->VP);
 }
 
@@ -79,11 +84,15 @@ static void decoder_step(Decoder* d, int N, const int* wanted, int num_wanted)
     const Config* c = &m->config;
     cudaStream_t stream = m->zero->compute;
     watch_move(m->zero->comm->watch, "a step of the decoder", N);
+    for (int n = 0; d->first_key != nullptr && n < N; n++)
+        d->h_first_key[n] = spans_first_key(nullptr, c->window, d->h_positions[n]);
     const struct { int* device; const int* host; } copies[] = {
-        {m->tokens, d->h_tokens}, {d->slots, d->h_slots}, {d->positions, d->h_positions}};
+        {m->tokens, d->h_tokens}, {d->slots, d->h_slots}, {d->positions, d->h_positions},
+        {d->first_key, d->h_first_key}};
     for (const auto& copy : copies)
-        CUDA_CHECK(cudaMemcpyAsync(copy.device, copy.host, N * sizeof(int), cudaMemcpyHostToDevice, stream));
-    const Attend at = {d->num_slots, d->T, d->keys, d->values, d->slots, d->positions};
+        if (copy.device != nullptr)
+            CUDA_CHECK(cudaMemcpyAsync(copy.device, copy.host, N * sizeof(int), cudaMemcpyHostToDevice, stream));
+    const Attend at = {d->num_slots, d->T, d->keys, d->values, d->slots, d->positions, d->first_key};
     Block a = d->block;
     a.below = a.residual;
     a.branch = nullptr;
@@ -129,6 +138,7 @@ static void logits_of_context(Model* m, const int* ids, int num_ids, floatX* raw
     int T = num_ids < m->T ? num_ids : m->T;
     watch_move(m->zero->comm->watch, "a token without the cache", T);
     CUDA_CHECK(cudaMemcpyAsync(m->tokens, ids + (num_ids - T), T * sizeof(int), cudaMemcpyHostToDevice, stream));
+    spans_documents(&m->spans, &m->config, nullptr, 1, T, stream);
     model_forward(m, 1, T);
     int last = T - 1;
     if (m->chunks_vocab) head_rows_forward(m, &last, 1);

@@ -98,38 +98,45 @@ static double attention_slice_cycles(const GpuRow* g, const AttentionKernel* k)
     return longest + (mma + shared + issue - longest) / attention_blocks(k, g->capability);
 }
 
-/* Slices of a head that causal attention leaves to all warps. A block has those of its last warp four times, since
- * each warp has a scheduler and its tensor core for itself: queries up to a block's last one, for keys as many from the
- * other end. */
-static double attention_slices(const AttentionKernel* k, int T)
+/* Slices that a block of queries up to `end` leaves to its warps: those of its last warp four times, since each warp
+ * has a scheduler and its tensor core for itself. */
+static double attention_block_slices(const AttentionKernel* k, int end, int window)
+{
+    const int first = end - 4 * k->rows;
+    return 4 * ((double)ceil_div(end, k->slice) - spans_first_key(nullptr, window, first > 0 ? first : 0) / k->slice);
+}
+
+/* Those of a head. Keys that are rows are seen by as many queries, from the other end. */
+static double attention_slices(const AttentionKernel* k, int T, int window)
 {
     const int rows = 4 * k->rows;
-    double slices = (double)ceil_div(T, k->slice);
-    for (int end = rows; end < T; end += rows) slices += (double)ceil_div(end, k->slice);
-    return 4 * slices;
+    double slices = attention_block_slices(k, T, window);
+    for (int end = rows; end < T; end += rows) slices += attention_block_slices(k, end, window);
+    return slices;
 }
 
 /* Seconds of a kernel over num_heads heads, or parts of heads. Blocks are handed out as others end, the longest first,
  * so that all multiprocessors end together; but none ends before its longest block. */
-static double attention_kernel_seconds(const GpuRow* g, const AttentionKernel* k, int T, double num_heads)
+static double attention_kernel_seconds(const GpuRow* g, const AttentionKernel* k, int T, int window, double num_heads)
 {
     const double cycles = attention_slice_cycles(g, k), blocks = (double)ceil_div(T, 4 * k->rows);
-    const double head = attention_slices(k, T) * cycles + blocks * BLOCK_CYCLES / attention_blocks(k, g->capability);
-    const double longest = 4.0 * (double)ceil_div(T, k->slice) * cycles + BLOCK_CYCLES;
+    const double head = attention_slices(k, T, window) * cycles +
+                        blocks * BLOCK_CYCLES / attention_blocks(k, g->capability);
+    const double longest = attention_block_slices(k, T, window) * cycles + BLOCK_CYCLES;
     return fmax(num_heads * head / g->num_sms, longest) / (g->clock_ghz * 1e9);
 }
 
 /* A call; backward: the pass over out and dout that makes the statistics, dq, then dk and dv. */
-template <int HSP> static double attention_call_seconds(const Device* d, const Model* m, bool backward)
+template <int HSP> static double attention_call_seconds(const Device* d, const Model* m, int window, bool backward)
 {
     const Config* c = &m->config;
     const double heads = (double)m->B * c->NH;
     AttentionKernel kernels[3];
     attention_kernels<HSP>(kernels, d->row->capability);
-    if (!backward) return attention_kernel_seconds(d->row, &kernels[0], m->T, heads);
+    if (!backward) return attention_kernel_seconds(d->row, &kernels[0], m->T, window, heads);
     return memory_seconds(d, 2 * heads * m->T * c->HS * ELEM) + KERNEL_S * 2 +
-           attention_kernel_seconds(d->row, &kernels[1], m->T, heads) +
-           attention_kernel_seconds(d->row, &kernels[2], m->T, heads * (HSP / MmaShape<HSP>::COLS));
+           attention_kernel_seconds(d->row, &kernels[1], m->T, window, heads) +
+           attention_kernel_seconds(d->row, &kernels[2], m->T, window, heads * (HSP / MmaShape<HSP>::COLS));
 }
 
 /* The 32-bit path does not run on tensor cores; what its own cores reach is a guess. */
@@ -139,8 +146,14 @@ static double attention_seconds(const Device* d, const Model* m, const Cost* c)
     if (sizeof(floatX) == 4 || HS % 8 != 0)
         return c->flops / (0.4 * d->row->fp32_tflops * 1e12) + c->calls * KERNEL_S;
     const bool backward = strstr(c->op, "backward") != nullptr;
-    const double call_s = HS <= 64 ? attention_call_seconds<64>(d, m, backward)
-                          : HS <= 128 ? attention_call_seconds<128>(d, m, backward)
-                                      : attention_call_seconds<256>(d, m, backward);
-    return c->calls * (call_s + KERNEL_S);
+    double call_s = KERNEL_S;                        // the mean of layers without and with the window
+    for (bool slides : {false, true}) {
+        const int window = slides ? m->config.window : 0;
+        const double share = (slides ? num_sliding_layers(&m->config) : m->config.L - num_sliding_layers(&m->config)) /
+                             (double)m->config.L;
+        call_s += share * (HS <= 64 ? attention_call_seconds<64>(d, m, window, backward)
+                           : HS <= 128 ? attention_call_seconds<128>(d, m, window, backward)
+                                       : attention_call_seconds<256>(d, m, window, backward));
+    }
+    return c->calls * call_s;
 }

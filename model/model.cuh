@@ -24,6 +24,7 @@
 #include "kernels/qk_norm.cuh"
 #include "kernels/rmsnorm.cuh"
 #include "kernels/swiglu.cuh"
+#include "spans.cuh"
 #include "units.cuh"
 #include "zero/offload.h"
 
@@ -90,6 +91,7 @@ typedef struct Model {
     int head_rows;            // rows of logits that exist at a time
     float* rope;              // (T,HS)    rotary: cosines and sines of every position
     Block blocks;             // of the first layer that has its own, the others behind it: model_block
+    Spans spans;              // which keys a query sees; documents
     // one of each
     floatX *branch;           // (own,C)   what a branch adds to the residual stream, until the next norm sums it
     floatX *residual_f;       // (own,C)
@@ -263,6 +265,7 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     if (c->norm == Norm::LAYER) plan_add(plan, label, D, &m->norm_f_mean, own);
     plan_add(plan, "logits", D, &m->logits, logits_elems(m, N));
     for (int** p : {&m->tokens, &m->targets}) plan_add(plan, "tokens", D, p, N);
+    spans_plan(&m->spans, c, plan, B, T);
     size_t scratch = max_size(norm_scratch_elems(c), attention_scratch_elems(B, T, c->NH, c->HS));
     if (c->qk_norm) scratch = max_size(scratch, qk_norm_scratch_elems(c->HS));
     scratch = max_size(scratch, matmul_scratch_elems((int)max_size(max_size(QKV, FC), c->tp > 1 ? C : 0)));
@@ -289,13 +292,21 @@ static void model_start(Model* m)
     free(h_table);
 }
 
-/* Floating-point operations of one token, forward and backward: 6 per matrix weight, and causal attention's
- * 6*L*Q*T (two GEMMs forward, four backward, half of T x T). */
+/* Of attention for one token, forward and backward: 6*L*Q*T (two GEMMs forward, four backward, half of T x T), less in
+ * layers that have a window. */
+static double attention_flops_per_token(const Config* c, int T)
+{
+    double keys = 0;
+    for (int layer = 0; layer < c->L; layer++) keys += spans_pairs(T, config_window(c, layer)) / T - 0.5;
+    return 12.0 * (double)config_dim(c, Dim::Q) * keys;
+}
+
+/* Floating-point operations of one token, forward and backward: 6 per matrix weight, and attention's. */
 static double model_flops_per_token(const Config* c, int T)
 {
     double Q = (double)config_dim(c, Dim::Q), QKV = (double)config_dim(c, Dim::QKV);
     double block = c->C * (QKV + Q + fc_width(c) + c->F);
-    return 6.0 * (c->L * block + (double)c->V * c->C) + 6.0 * c->L * Q * T;
+    return 6.0 * (c->L * block + (double)c->V * c->C) + attention_flops_per_token(c, T);
 }
 
 /* Where tensor t is in its unit. */

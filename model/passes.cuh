@@ -54,7 +54,7 @@ static void model_persistent(const Model* m, bool* persistent)
 static void segment_forward(Model* m, int layer, int B, int T)
 {
     const int first = layer + 1 - m->segment_layers;
-    const Attend at = attend_sequences(B, T);
+    const Attend at = attend_sequences(m, B, T);
     Phase before = phase_begin(Phase::RECOMPUTE);
     for (int i = first; i <= layer; i++) {
         zero_params_begin(m->zero, unit_block(&m->config, i));
@@ -141,14 +141,15 @@ typedef void BlockLook(void* context, int layer);
 static void model_forward(Model* m, int B, int T, BlockLook* look = nullptr, void* context = nullptr)
 {
     const Config* c = &m->config;
-    const Attend at = attend_sequences(B, T);
+    const Attend at = attend_sequences(m, B, T);
     const Rows rows = {B * T, B * T};
+    spans_begin(&m->spans, c, B, T, m->zero->compute);
     for (int layer = 0; layer < c->L; layer++) {
         bool offloads = m->offloads && starts_segment(m, layer);
         if (offloads) offload_write_begin(&m->inputs, layer / m->segment_layers);
         if (layer == 0) {
             floatX* residual = model_block(m, 0).residual;
-            embed_forward(m, residual, nullptr, rows, T);
+            embed_forward(m, residual, at.positions, rows, T);
             drop(m, residual, residual, DROPOUT_EMBEDDING, 0, B, T);
         }
         zero_params_begin(m->zero, unit_block(c, layer));
@@ -349,8 +350,8 @@ static void model_train_micro(Model* m, int B, int T, float dloss, int micro, in
     for (int piece = c->num_pieces - 1; piece >= 0; piece--) {
         int embed = unit_embed(c, piece);
         zero_gradient_begin(z, embed);
-        embedding_backward(model_grad(m, embed, WTE), model_grad(m, embed, WPE), dresidual, m->tokens, B, T, c->C,
-                           stream, piece_tokens(c, piece));
+        embedding_backward(model_grad(m, embed, WTE), model_grad(m, embed, WPE), dresidual, m->tokens,
+                           spans_positions(&m->spans), B, T, c->C, stream, piece_tokens(c, piece));
         zero_gradient_end(z, embed, micro, num_micro);
     }
     for (int unit = c->num_front_units - 1; unit >= 0; unit--) zero_gradient_end(z, unit, micro, num_micro);

@@ -12,6 +12,7 @@
 #include "tensors.cuh"
 
 #define CONFIG_MAX_EOS 64
+#define CONFIG_MAX_LAYERS (1 << 12)
 
 enum class Norm { LAYER, RMS };                // LayerNorm has a bias
 enum class Positions { LEARNED, ROTARY };      // a vector added to the embedding; q and k rotated
@@ -22,8 +23,9 @@ struct Family;
 typedef struct Config {
     const struct Family* family;
     int V, VP, C, L, NH, NKV, HS, F;
-    int context;            // largest T, at most the window; learned positions: rows of wpe
-    int window;             // positions back that a query sees, itself among them; 0: all
+    int context;            // largest T; learned positions: rows of wpe
+    int window;             // of the layers that slide: positions back that a query sees, itself among them
+    bool slides[CONFIG_MAX_LAYERS];    // does this layer have the window? In others a query sees all positions
     Norm norm;
     double eps;             // of the norms
     Positions positions;
@@ -156,7 +158,7 @@ static void read_activation(Config* c, const cJSON* j, const char* key, const ch
 static void gpt2_read(Config* c, const cJSON* j, const char* path)
 {
     c->C = read_size(j, "n_embd", c->C, 1 << 20, path);
-    c->L = read_size(j, "n_layer", c->L, 1 << 12, path);
+    c->L = read_size(j, "n_layer", c->L, CONFIG_MAX_LAYERS, path);
     c->NH = read_size(j, "n_head", c->NH, 1 << 12, path);
     c->context = read_size(j, "n_positions", c->context, 1 << 24, path);
     c->F = (int)json_int_or(j, "n_inner", 0, 0, 1 << 24, path);
@@ -217,27 +219,37 @@ static void read_rope(Config* c, const cJSON* j, const char* path)
            path, key, r->high_freq_factor, r->low_freq_factor);
 }
 
-/* Whether "layer_types" names a window for some layer; -1 without the key. */
-static int layer_types_window(const cJSON* j, const char* path)
+/* Sets c->slides by "layer_types", and returns how many slide; -1 without the key. */
+static int read_layer_types(Config* c, const cJSON* j, const char* path)
 {
     if (!json_has(j, "layer_types")) return -1;
-    const cJSON* item;
-    int windows = 0;
-    cJSON_ArrayForEach(item, json_array(j, "layer_types", path)) {
+    const cJSON *types = json_array(j, "layer_types", path), *item;
+    int layer = 0, num_sliding = 0;
+    cJSON_ArrayForEach(item, types) {
         const char* type = cJSON_IsString(item) ? item->valuestring : "?";
         const bool slides = strcmp(type, "sliding_attention") == 0;
         ENSURE(slides || strcmp(type, "full_attention") == 0,
                "%s: layer_types holds \"%s\", have full_attention and sliding_attention", path, type);
-        windows |= slides;
+        if (layer < c->L) c->slides[layer++] = slides;
+        num_sliding += slides;
     }
-    return windows;
+    return num_sliding;
 }
+
+/* Layers from `first` on have the window, the others not. */
+static void config_slide_from(Config* c, int first)
+{
+    for (int layer = 0; layer < c->L; layer++) c->slides[layer] = layer >= first;
+}
+
+/* Of this layer; 0: none. */
+static int config_window(const Config* c, int layer) { return c->slides[layer] ? c->window : 0; }
 
 /* The keys of all families but GPT-2. */
 static void read_llama_keys(Config* c, const cJSON* j, const char* path)
 {
     c->C = read_size(j, "hidden_size", c->C, 1 << 20, path);
-    c->L = read_size(j, "num_hidden_layers", c->L, 1 << 12, path);
+    c->L = read_size(j, "num_hidden_layers", c->L, CONFIG_MAX_LAYERS, path);
     c->NH = read_size(j, "num_attention_heads", c->NH, 1 << 12, path);
     c->NKV = read_size_or_null(j, "num_key_value_heads", c->NKV, 1 << 12, path);
     c->HS = (int)json_int_or(j, "head_dim", c->HS, 1, 1 << 12, path);
@@ -249,12 +261,13 @@ static void read_llama_keys(Config* c, const cJSON* j, const char* path)
     read_rope(c, j, path);
 }
 
-/* Each layer has the window. */
+/* Each layer has the window, whatever layer_types says, as in transformers. */
 static void mistral_read(Config* c, const cJSON* j, const char* path)
 {
     read_llama_keys(c, j, path);
-    layer_types_window(j, path);
+    read_layer_types(c, j, path);
     c->window = read_size_or_null(j, "sliding_window", c->window, 1 << 30, path);
+    config_slide_from(c, c->window > 0 ? 0 : c->L);
 }
 
 /* transformers' LLaMA has no windows, whatever config.json says. */
@@ -264,9 +277,10 @@ static void llama_read(Config* c, const cJSON* j, const char* path)
     c->qkv_bias = c->proj_bias = json_bool_or(j, "attention_bias", false, path);
     c->mlp_bias = json_bool_or(j, "mlp_bias", false, path);
     for (const char* key : {"sliding_window", "layer_types"})
-        if (key[0] == 's' ? json_has(j, key) : layer_types_window(j, path) == 1)
+        if (key[0] == 's' ? json_has(j, key) : read_layer_types(c, j, path) > 0)
             config_note(c, "config  %s: %s is ignored: attention is full, as in transformers' %s\n", path, key,
                         c->family->architecture);
+    config_slide_from(c, c->L);
 }
 
 /* It names a window that it uses only if told to, in the layers that layer_types says, else in those from
@@ -276,11 +290,15 @@ static void qwen2_read(Config* c, const cJSON* j, const char* path)
     read_llama_keys(c, j, path);
     const int window = read_size_or_null(j, "sliding_window", c->window, 1 << 30, path);
     const bool uses = json_bool_or(j, "use_sliding_window", false, path) && window > 0;
-    const bool is_last = json_int_or(j, "max_window_layers", 28, 0, 1 << 12, path) < c->L;
-    const int named = layer_types_window(j, path);
-    ENSURE(uses || named != 1, "%s: layer_types holds \"sliding_attention\": it needs sliding_window, and "
+    const int first = (int)json_int_or(j, "max_window_layers", 28, 0, CONFIG_MAX_LAYERS, path);
+    const int num_sliding = read_layer_types(c, j, path);
+    ENSURE(uses || num_sliding <= 0, "%s: layer_types holds \"sliding_attention\": it needs sliding_window, and "
            "use_sliding_window true", path);
-    c->window = uses && (named == -1 ? is_last : named == 1) ? window : 0;
+    ENSURE(num_sliding == -1 || cJSON_GetArraySize(json_get(j, "layer_types")) == c->L,
+           "%s: layer_types has %d items, num_hidden_layers is %d", path,
+           cJSON_GetArraySize(json_get(j, "layer_types")), c->L);
+    if (num_sliding == -1) config_slide_from(c, uses ? first : c->L);
+    c->window = uses ? window : 0;
 }
 
 static void qwen3_read(Config* c, const cJSON* j, const char* path)
@@ -497,7 +515,6 @@ static void config_read(Config* c, const char* path)
     config_take_defaults(c);
     c->family->read(c, j, path);
     c->V = read_size(j, "vocab_size", c->V, 1 << 24, path);
-    if (c->window > 0 && c->window < c->context) c->context = c->window;
     config_read_eos(c, j, path);
     const cJSON* bos = json_get(j, "bos_token_id");
     c->bos = bos == nullptr ? c->family->defaults.bos : cJSON_IsNumber(bos) ? bos->valueint : -1;

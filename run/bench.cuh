@@ -339,7 +339,7 @@ static BenchFigures bench_figures(const Run* run, const Bench* b)
     x.max_ms = bench_quantile(b, 1)->step_ms;
     for (int i = 0; i < b->num_steps; i++) x.mean_ms += b->steps[i].step_ms / b->num_steps;
     x.toks_per_s = 1e3 * (double)(run->global_batch * run->T) / x.median_ms;
-    x.flops_per_token = 6.0 * run->model.shard.num_params + 6.0 * c->L * config_dim(c, Dim::Q) * run->T;
+    x.flops_per_token = 6.0 * run->model.shard.num_params + attention_flops_per_token(c, run->T);
     x.model_flops = x.toks_per_s * x.flops_per_token / run->comm.num_ranks;
     x.done_flops = 1e3 * b->done_flops / x.median_ms;
     if (run->device.peak_flops > 0) {

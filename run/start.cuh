@@ -98,9 +98,6 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     open_tokenizer(run, trains);
     int context = run->model.config.context;
     run->T = f->seq_len > 0 ? (int)f->seq_len : context < 1024 ? context : 1024;
-    ENSURE(run->T <= context || context != run->model.config.window, "-t %d is longer than the attention window of %d "
-           "(sliding_window of config.json), which is not there yet: up to it attention is full: lower -t", run->T,
-           context);
     ENSURE(run->T <= context, "-t %d is longer than the model's context of %d positions: lower it", run->T, context);
     dropout_refuse(run);
     if (f->plan && f->ranks > 0) run->comm.num_ranks = (int)f->ranks;

@@ -82,7 +82,7 @@ static void traffic_embedding(TrafficRun* run)
             float *dwte = traffic_tensor<float>(run, (size_t)V * C), *dwpe = traffic_tensor<float>(run, (size_t)T * C);
             const size_t rows = TRAFFIC_NC + (size_t)T * C;
             TRAFFIC(run, "embedding_backward", 2 * TRAFFIC_NC * TRAFFIC_S + 2 * rows * sizeof(float),
-                    embedding_backward(dwte, dwpe, out, tokens, B, T, C, nullptr));
+                    embedding_backward(dwte, dwpe, out, tokens, nullptr, B, T, C, nullptr));
         }
     }
 }
@@ -358,7 +358,7 @@ static void traffic_attention_cached(TrafficRun* run)
     CUDA_CHECK(cudaMemcpy(slots, h_slots, sizeof h_slots, cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaMemcpy(positions, h_positions, sizeof h_positions, cudaMemcpyHostToDevice));
     TRAFFIC(run, "attention_cached", 2 * T * heads * TRAFFIC_S,
-            attention_cached(out, keys, values, qkv, slots, positions, N, T, NH, NH, HS, 0.125f, nullptr));
+            attention_cached(out, keys, values, qkv, slots, positions, nullptr, N, T, NH, NH, HS, 0.125f, nullptr));
 }
 
 static int traffic_main()

@@ -79,7 +79,7 @@ def test_each_tensor_has_a_gradient(tmp_path, name):
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("qwen3")])
+@pytest.mark.parametrize("name", [name for name in NAMES if re.match("qwen3|.*window", name)])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ten_steps(tmp_path, device, name, ranks, stage):

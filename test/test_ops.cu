@@ -18,6 +18,7 @@
 #include "kernels/activation.cuh"
 #include "kernels/dropout.cuh"
 #include "kernels/matmul.cuh"
+#include "kernels/attention_spans.cuh"
 #include "kernels/attention.cuh"
 #include "kernels/attention_cached.cuh"
 #include "kernels/classifier.cuh"
@@ -38,7 +39,8 @@
 /* The tables of rows, in the order in which they run. */
 #define OPS(O) \
     O(embedding) O(layernorm) O(rmsnorm) O(rope) O(qk_norm) O(swiglu) O(activation) O(dropout) O(columns) O(matmul) \
-    O(attention) O(attention_cached) O(classifier) O(accumulate) O(clear) O(progress) O(global_norm) O(step) O(values) \
+    O(attention_spans) O(attention) O(attention_cached) O(classifier) O(accumulate) O(clear) O(progress) \
+    O(global_norm) O(step) O(values) \
     O(optimizer) O(lamb) O(storage) O(muon)
 
 /* What memory gives when nothing is computed: the mark that ops bound by bandwidth are judged against. On the CPU two

@@ -338,8 +338,8 @@ ROWS = [
     refuse("{d}/model/config.json: 4 query heads cannot be shared out among 3 key/value heads",
            llama(num_key_value_heads=3)),
     refuse('{d}/model/config.json: hidden_act is "gelu", have silu', llama(hidden_act="gelu")),
-    refuse("-t 8 is longer than the attention window of 4 (sliding_window of config.json), which is not there yet: up "
-           "to it attention is full: lower -t", llama(sliding_window=4, model_type="mistral"), "-t", 8),
+    refuse("{d}/model/config.json: layer_types has 1 items, num_hidden_layers is 2",
+           llama(model_type="qwen2", num_hidden_layers=2, layer_types=["full_attention"])),
     refuse('{d}/model/config.json: rope_scaling is of type "yarn", have default, linear and llama3',
            llama(rope_scaling={"rope_type": "yarn", "factor": 2.0})),
     refuse('{d}/model/config.json: has no key "factor"', llama(rope_scaling={"rope_type": "linear"})),

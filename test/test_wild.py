@@ -40,8 +40,6 @@ def test_sizes_of_the_class(tmp_path, family):
     of = lambda *keys: next((d[key] for key in keys if d.get(key)), None)
     heads, width = of("n_head", "num_attention_heads"), of("n_embd", "hidden_size")
     context = of("n_positions", "max_position_embeddings")
-    if family == "mistral":
-        context = min(context, d["sliding_window"])
     assert {key: int(x) for key, x in ours.items()} == {
         "L": of("n_layer", "num_hidden_layers"), "C": width, "NH": heads, "NKV": of("num_key_value_heads") or heads,
         "HS": of("head_dim") or width // heads, "F": of("n_inner", "intermediate_size") or 4 * width,
@@ -125,16 +123,22 @@ def test_no_key_is_mistyped(tmp_path, family):
     ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0,
       "layer_types": ["full_attention"]}, None),
     ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8,
-      "layer_types": ["sliding_attention"]}, 8)])
-def test_window(tmp_path, config, window):
-    """Up to the window attention is full; longer sequences are refused. transformers' LLaMA has none."""
-    model = folder(tmp_path / "model", {**llama_config(V, C, 8192), **config})
-    fits, longer = (8192, None) if window is None else (window, window + 8)
-    run = train_gpt("-m", model, "--plan", "-b", 1, "-t", fits, "--gpu", "h100")
+      "layer_types": ["sliding_attention"]}, 8),
+    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512, "num_hidden_layers": 3,
+      "max_window_layers": 2}, (None, None, 512)),
+    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512, "num_hidden_layers": 3,
+      "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, (None, 512, None))])
+def test_window(tmp_path, config, window, T=8192):
+    """The window of each layer: the pairs of a query and a key that attention costs. transformers' LLaMA has none."""
+    model = folder(tmp_path / "model", {**llama_config(V, C, T), "num_attention_heads": 2, **config})
+    run = train_gpt("-m", model, "--plan", "-b", 1, "-t", T, "--gpu", "h100")
     assert (("is ignored" in run.out) == (config["model_type"] == "llama"))
-    if longer:
-        run = train_gpt("-m", model, "--plan", "-b", 1, "-t", longer, "--gpu", "h100", ok=False)
-        assert run.code == 1 and f"attention window of {window} (sliding_window" in run.err
+    windows = window if isinstance(window, tuple) else (window,)
+    pairs = sum(sum(min(t, w or T) for t in range(1, T + 1)) for w in windows)
+    width = config.get("head_dim", 128 if config["model_type"] == "qwen3" else C // 2) * 2
+    gflop = float(re.search(r"attention_forward +\d+ calls +(\S+) Gflop", run.out)[1])
+    assert gflop == pytest.approx(4 * width * pairs * 1e-9, rel=2e-3)
+    assert ("keys that a query sees" in run.out) == any(w and w < T for w in windows)
 
 
 LINEAR, BASE = {"rope_type": "linear", "factor": 2.0}, {"rope_type": "default", "rope_theta": 1e6}
