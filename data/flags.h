@@ -43,7 +43,7 @@ enum FlagIs {
     F(SWITCH, from_scratch,  0,   false,     0, 0, 0, "use only config.json of the folder given with -m") \
     F(SWITCH, allow_nonfinite, 0,  false,     0, 0, 0, "load weights with Inf and NaN too, or such as -p makes Inf, to look at them") \
     F(TEXT,   tokenizer,     0,   "",        0, 0, PATH, "tokenizer.json, or vocab.json with merges.txt, or their folder (default: that of the model folder, else of -d if its ids fit)") \
-    F(TEXT,   data,          'd', "data/sets/kjv", 0, 0, PATH | ALWAYS, "token shards: folder with train_*.bin and val_*.bin, or one file") \
+    F(TEXT,   data,          'd', "data/sets/kjv", 0, 0, PATH | ALWAYS, "token shards: folder with train_*.bin and val_*.bin, or one file; a mixture is SET:SHARE,SET:SHARE...") \
     F(TEXT,   val,           'v', "",        0, 0, PATH, "validation shards, if not the val_*.bin beside the training shards") \
     F(SWITCH, raw_tokens,    0,   false,     0, 0, 0, "shards are nanoGPT's headerless uint16 .bin") \
     F(SWITCH, no_shuffle,    0,   false,     0, 0, SHAPES, "windows in file order") \

@@ -31,6 +31,8 @@
  *
  * Order. p counts windows since the run began; p / W is the epoch, and window order(p % W) of the data comes at p. With
  * shuffle, order is a permutation of 0..W-1 drawn from (seed, epoch) alone: nothing of it is stored (loader_permute).
+ * Of a mixture of sets each has its own windows, permutation and epochs, and of each LOADER_MIX positions in a row its
+ * share, in an order drawn from the seed. With whole_tail a mixture is its sets one after another.
  * Optimizer step s holds the global batch of positions [s*B*G*R, (s+1)*B*G*R): it may begin in one epoch and end in the
  * next. Position i within it belongs to micro-step g, rank r, row b with i = (g*R + r)*B + b. So B, G and R may change
  * between two runs as long as B*G*R does not, and a changed B*G*R continues at the same position of the same stream.
@@ -59,6 +61,7 @@ typedef struct {
     int end_tok;                 // ends a document in shards without flags; -1: not known
 } LoaderConfig;
 
+#define LOADER_MIX 1000          // positions of which each set of a mixture has its share, to a thousandth
 #define LOADER_SLOTS 4           // micro-batches read ahead
 #define LOADER_OPEN_FILES 256    // shards kept open; file i uses place i % LOADER_OPEN_FILES
 
@@ -78,6 +81,8 @@ typedef struct {
     const TokenSet* set;
     size_t* first_window;        // (num_files + 1) windows before each file; the last is W
     size_t num_windows;          // W
+    size_t* source_window;       // (num_sources + 1) windows before each set of a mixture
+    size_t* source_mix;          // (num_sources + 1) of LOADER_MIX positions those before each set
     size_t num_tail_toks;        // tokens that are neither input nor target in any window
     Document* docs;              // (num_docs) window by window
     size_t* first_doc;           // (W + 1) documents before each window
@@ -134,11 +139,24 @@ static inline uint64_t loader_permute(uint64_t x, uint64_t n, uint64_t seed, uin
     return x;
 }
 
+/* Window p of the windows first .. end - 1, in epoch after epoch. */
+static inline size_t loader_window_of(const Loader* l, size_t first, size_t end, size_t p)
+{
+    const size_t W = end - first, x = p % W;
+    return first + (l->config.shuffle ? loader_permute(x, W, l->config.seed, p / W) : x);
+}
+
 /* Index in the data of the window at position p of the run. */
 static inline size_t loader_window_at(const Loader* l, size_t p)
 {
-    size_t epoch = p / l->num_windows, x = p % l->num_windows;
-    return l->config.shuffle ? loader_permute(x, l->num_windows, l->config.seed, epoch) : x;
+    if (l->set->num_sources == 1 || l->config.whole_tail) return loader_window_of(l, 0, l->num_windows, p);
+    const size_t block = p / LOADER_MIX, seed = loader_mix(l->config.seed);      // not the order within a set
+    const size_t x = loader_permute(p % LOADER_MIX, LOADER_MIX, seed, block);
+    size_t source = 0;
+    while (l->source_mix[source + 1] <= x) source++;
+    const size_t share = l->source_mix[source + 1] - l->source_mix[source];
+    return loader_window_of(l, l->source_window[source], l->source_window[source + 1],
+                            block * share + x - l->source_mix[source]);
 }
 
 /* ---------------------------------------------------------------- reading */
@@ -288,6 +306,8 @@ static inline void loader_count_windows(Loader* l)
     size_t longest_toks = 0;
     for (size_t i = 0; i < l->set->num_files; i++) {
         const TokenFile* file = &l->set->files[i];
+        for (size_t s = 0; s < l->set->num_sources; s++)
+            if (l->set->sources[s].first_file == i) l->source_window[s] = l->num_windows;
         size_t windows = loader_file_windows(file, c);
         size_t used = windows == 0 ? 0 : windows * c->T + 1;
         l->first_window[i] = l->num_windows;
@@ -380,19 +400,15 @@ static inline Document* documents_sort(const DocumentList* list, const LoaderCon
     return sorted;
 }
 
-/* Finds all documents and puts them into windows. */
-static inline void loader_pack(Loader* l)
+/* Puts the documents of a set into windows, behind those of the sets before. */
+static inline void loader_pack_source(Loader* l, const TokenSource* source)
 {
     DocumentList list = {};
-    const TokenSet* set = l->set;
-    ENSURE(set->num_files <= UINT32_MAX, "%s: %zu shards", l->config.flag, set->num_files);
-    for (size_t i = 0; i < set->num_files; i++) documents_find(&list, l, i);
-    const size_t n = l->num_docs = list.num_docs, T = l->config.T;
-    l->num_long = list.num_long;
-    ENSURE(n > 0, "%s: %s%s has no document of 2 to %zu tokens, %zu are longer; give a larger --seq-len, or --too-long "
-           "cut", l->config.flag, set->files[0].path, set->num_files > 1 ? " with the other shards" : "", T + 1,
-           l->num_long);
-    ENSURE(n < UINT32_MAX, "%s: has %zu documents, at most %u are packed", l->config.flag, n, UINT32_MAX - 1);
+    for (size_t i = 0; i < source->num_files; i++) documents_find(&list, l, source->first_file + i);
+    const size_t n = list.num_docs, T = l->config.T, W = l->num_windows;
+    ENSURE(n > 0, "%s: %s has no document of 2 to %zu tokens, %zu are longer; give a larger --seq-len, or --too-long "
+           "cut", l->config.flag, source->name, T + 1, list.num_long);
+    ENSURE(n < UINT32_MAX, "%s: has %zu documents, at most %u are packed", source->name, n, UINT32_MAX - 1);
     Document* sorted = documents_sort(&list, &l->config);
     free(list.docs);
     uint32_t* sizes = (uint32_t*)malloc_checked(2 * n * sizeof *sizes), *window_of = sizes + n;
@@ -400,15 +416,48 @@ static inline void loader_pack(Loader* l)
         sizes[d] = sorted[d].num_inputs;
         l->num_doc_inputs += sizes[d];
     }
-    l->num_windows = first_fit(window_of, sizes, n, (uint32_t)T);
-    l->first_doc = (size_t*)malloc_checked((l->num_windows + 2) * sizeof *l->first_doc);
-    memset(l->first_doc, 0, (l->num_windows + 2) * sizeof *l->first_doc);
-    for (size_t d = 0; d < n; d++) l->first_doc[window_of[d] + 2]++;
-    for (size_t w = 2; w < l->num_windows + 2; w++) l->first_doc[w] += l->first_doc[w - 1];
-    l->docs = (Document*)malloc_checked(n * sizeof *l->docs);
-    for (size_t d = 0; d < n; d++) l->docs[l->first_doc[window_of[d] + 1]++] = sorted[d];      // moves each end up
+    l->num_windows += first_fit(window_of, sizes, n, (uint32_t)T);
+    l->first_doc = (size_t*)realloc(l->first_doc, (l->num_windows + 2) * sizeof *l->first_doc);
+    l->docs = (Document*)realloc(l->docs, (l->num_docs + n) * sizeof *l->docs);
+    ENSURE(l->first_doc != nullptr && l->docs != nullptr, "out of host memory for %zu documents", l->num_docs + n);
+    size_t* first_doc = l->first_doc + W;
+    memset(first_doc, 0, (l->num_windows - W + 2) * sizeof *first_doc);
+    for (size_t d = 0; d < n; d++) first_doc[window_of[d] + 2]++;
+    first_doc[0] = first_doc[1] = l->num_docs;
+    for (size_t w = 2; w < l->num_windows - W + 2; w++) first_doc[w] += first_doc[w - 1];
+    for (size_t d = 0; d < n; d++) l->docs[first_doc[window_of[d] + 1]++] = sorted[d];         // moves each end up
+    l->num_docs += n;
+    l->num_long += list.num_long;
     free(sizes);
     free(sorted);
+}
+
+static inline void loader_pack(Loader* l)
+{
+    const TokenSet* set = l->set;
+    ENSURE(set->num_files <= UINT32_MAX, "%s: %zu shards", l->config.flag, set->num_files);
+    for (size_t s = 0; s < set->num_sources; s++) {
+        l->source_window[s] = l->num_windows;
+        loader_pack_source(l, &set->sources[s]);
+    }
+}
+
+/* Shares in thousandths, the rounding left to the last of the largest. */
+static inline void loader_mix_shares(Loader* l)
+{
+    const TokenSet* set = l->set;
+    size_t sum = 0, largest = 0;
+    for (size_t s = 0; s < set->num_sources; s++) {
+        const size_t part = (size_t)(set->sources[s].share * LOADER_MIX + 0.5);
+        ENSURE(part > 0, "%s: the share of %s is below a thousandth: raise it, or leave the set out", l->config.flag,
+               set->sources[s].name);
+        sum += l->source_mix[s + 1] = part;
+        if (part >= l->source_mix[largest + 1]) largest = s;
+        ENSURE(l->source_window[s + 1] > l->source_window[s], "%s: %s has no window of --seq-len %zu; give more data, "
+               "or leave the set out", l->config.flag, set->sources[s].name, l->config.T);
+    }
+    l->source_mix[largest + 1] += LOADER_MIX - sum;
+    for (size_t s = 0; s < set->num_sources; s++) l->source_mix[s + 1] += l->source_mix[s];
 }
 
 /* Host memory that documents take, in bytes. */
@@ -438,9 +487,15 @@ static inline Loader* loader_open(const LoaderConfig* config, const TokenSet* se
     l->set = set;
     for (int* fds : l->open_fd)
         for (int i = 0; i < LOADER_OPEN_FILES; i++) fds[i] = -1;
+    for (size_t** table : {&l->source_window, &l->source_mix}) {
+        *table = (size_t*)malloc_checked((set->num_sources + 1) * sizeof **table);
+        memset(*table, 0, (set->num_sources + 1) * sizeof **table);
+    }
     loader_ensure_vocabulary(l);
     if (config->documents) loader_pack(l);
     else loader_count_windows(l);
+    l->source_window[set->num_sources] = l->num_windows;
+    loader_mix_shares(l);
     size_t slot_bytes = config->B * config->T * sizeof(int);
     for (LoaderSlot& slot : l->slots) {
         slot.inputs = (int*)malloc_checked(slot_bytes);
@@ -454,12 +509,13 @@ static inline Loader* loader_open(const LoaderConfig* config, const TokenSet* se
     return l;
 }
 
-/* With G micro-steps a step from there on; 0: as before. */
-static inline void loader_seek(Loader* l, size_t position, size_t G = 0)
+/* With G micro-steps a step from there on, and the data's end at limit_windows; 0: as before. */
+static inline void loader_seek(Loader* l, size_t position, size_t G = 0, size_t limit_windows = 0)
 {
     pthread_mutex_lock(&l->lock);
     l->start = position;
     if (G > 0) l->config.G = G;
+    if (limit_windows > 0) l->config.limit_windows = limit_windows;
     l->num_read = 0;
     l->num_taken = 0;
     l->num_seeks++;
@@ -526,5 +582,7 @@ static inline void loader_close(Loader* l)
     free(l->first_window);
     free(l->docs);
     free(l->first_doc);
+    free(l->source_window);
+    free(l->source_mix);
     free(l);
 }

@@ -10,6 +10,7 @@
 #pragma once
 #include "json.h"
 #include "flags.h"
+#include "tokens.h"
 
 /* Flags that are given, and those whose default depends on the build or folder (ALWAYS), without those that --repeat
  * sets itself. */
@@ -40,8 +41,15 @@ static void record_argument(JsonText* t, const Flags* f, int idx, const char* mo
     if (row->kind == SWITCH) return;
     const char* value = idx == FLAG_model ? model_name : flag_value(f, row, buf);
     bool is_path = (row->is & PATH) != 0 && (idx != FLAG_model || !is_preset);
-    if (is_path && value[0] != 0) value = path_in_full(value, full);
-    json_text_add(t, "=%s", value);
+    json_text_add(t, "=");
+    const bool is_mixture = is_path && (idx == FLAG_data || idx == FLAG_val) && token_is_mixture(value);
+    while (is_mixture && strchr(value, ',') != nullptr) {
+        char set[PATH_MAX];              // each set of a mixture is a path
+        snprintf(set, sizeof set, "%.*s", (int)strcspn(value, ","), value);
+        json_text_add(t, "%s,", path_in_full(set, full));
+        value += strcspn(value, ",") + 1;
+    }
+    json_text_add(t, "%s", is_path && value[0] != 0 ? path_in_full(value, full) : value);
 }
 
 static void record_arguments(cJSON* j, const Flags* f, const char* model_name, bool is_preset, bool model_is_here)

@@ -2,7 +2,8 @@
  *
  *   TokenFile f = token_file_open(path, raw);      checks the header against the file, refuses in one sentence
  *   token_file_read(&f, fd, first, n, V, out, err) n tokens from token `first` on, each checked to be below V
- *   TokenSet s = token_set_open(spec, split, raw); file, pattern or folder -> its shards, sorted by name
+ *   TokenSet s = token_set_open(spec, split, raw); file, pattern or folder -> its shards, sorted by name; a mixture of
+ *                                                  them is SET:SHARE,SET:SHARE...
  *   token_docs_read(&f, fd, first, n, flags, err)  their flags, where f has a file of them
  *   TokenWriter w = token_writer_open(path, V);    token_writer_put(&w, ids, n); token_writer_close(&w, bytes, words)
  *
@@ -57,9 +58,18 @@ typedef struct {
     size_t num_counted;                  // tokens that count as targets; without such a file all
 } TokenFile;
 
+/* One of the sets of a mixture. */
+typedef struct {
+    char* name;                          // as it was given
+    double share;                        // of the windows that are trained on; all together 1
+    size_t first_file, num_files;
+} TokenSource;
+
 typedef struct {
     TokenFile* files;
     size_t num_files;
+    TokenSource* sources;                // of files one after another; a set that is no mixture has one
+    size_t num_sources;
     size_t num_toks, num_counted;        // over all files
     bool has_docs;                       // every file has flags
     size_t text_bytes, num_words;        // over all files; 0 unless every file knows its own
@@ -337,40 +347,94 @@ static inline char** token_paths_of_pattern(const char* pattern, size_t* count)
 
 /* spec is a file, a pattern such as "sets/web/train_*.bin", or a folder, of which the shards of `split` are taken.
  * Files come sorted by name, so that every rank and every run sees the same order. */
+static inline void token_set_add(TokenSet* set, const char* spec, const char* split, double share, bool raw)
+{
+    char** paths = nullptr;
+    size_t count = 0;
+    const mode_t kind = file_kind(spec);
+    if (kind == S_IFDIR) paths = token_paths_of_folder(spec, split, &count);
+    else if (kind != 0) paths = token_paths_push(paths, &count, spec);
+    else paths = token_paths_of_pattern(spec, &count);
+    qsort(paths, count, sizeof *paths, token_path_compare);
+    set->files = (TokenFile*)realloc(set->files, (set->num_files + count) * sizeof *set->files);
+    set->sources = (TokenSource*)realloc(set->sources, (set->num_sources + 1) * sizeof *set->sources);
+    char* name = strdup(spec);
+    ENSURE(set->files != nullptr && set->sources != nullptr && name != nullptr,
+           "out of host memory for %zu token shards", set->num_files + count);
+    set->sources[set->num_sources++] = TokenSource{name, share, set->num_files, count};
+    for (size_t i = 0; i < count; i++) {
+        set->files[set->num_files++] = token_file_open(paths[i], raw);
+        free(paths[i]);
+    }
+    free(paths);
+}
+
+/* The share behind the last colon of the `length` characters at `part`; 0: there is none. */
+static inline double token_share(const char* part, size_t length, size_t* name_length)
+{
+    char text[4096], *end;
+    if (length >= sizeof text) return 0;
+    snprintf(text, sizeof text, "%.*s", (int)length, part);
+    char* colon = strrchr(text, ':');
+    if (colon == nullptr || colon == text || colon[1] < '.' || colon[1] > '9') return 0;
+    *name_length = (size_t)(colon - text);
+    const double share = strtod(colon + 1, &end);
+    return *end == 0 && share > 0 && share < 1e9 ? share : 0;
+}
+
+/* Adds the sets of SET:SHARE,SET:SHARE...; the sum of their shares, or 0: it is no mixture. With sum 0
+ * none is added. */
+static inline double token_mixture(TokenSet* set, const char* spec, const char* split, bool raw, double sum)
+{
+    double total = 0;
+    for (const char* part = spec; ; ) {
+        const size_t length = strcspn(part, ",");
+        size_t name_length = 0;
+        const double share = token_share(part, length, &name_length);
+        if (share == 0) return 0;
+        total += share;
+        if (sum > 0) {
+            char name[4096];
+            snprintf(name, sizeof name, "%.*s", (int)name_length, part);
+            token_set_add(set, name, split, share / sum, raw);
+        }
+        if (part[length] == 0) return total;
+        part += length + 1;
+    }
+}
+
+static inline bool token_is_mixture(const char* spec)
+{
+    return file_kind(spec) == 0 && token_mixture(nullptr, spec, "", false, 0) > 0;
+}
+
 static inline TokenSet token_set_open(const char* spec, const char* split, bool raw)
 {
     TokenSet set;
     memset(&set, 0, sizeof set);
-    char** paths = nullptr;
-    const mode_t kind = file_kind(spec);
-    if (kind == S_IFDIR) paths = token_paths_of_folder(spec, split, &set.num_files);
-    else if (kind != 0) paths = token_paths_push(paths, &set.num_files, spec);
-    else paths = token_paths_of_pattern(spec, &set.num_files);
-    qsort(paths, set.num_files, sizeof *paths, token_path_compare);
-
-    set.files = (TokenFile*)malloc_checked(set.num_files * sizeof *set.files);
+    if (token_is_mixture(spec)) token_mixture(&set, spec, split, raw, token_mixture(nullptr, spec, split, raw, 0));
+    else token_set_add(&set, spec, split, 1, raw);
     bool bytes_known = true, words_known = true;
     set.has_docs = true;
-    for (size_t i = 0; i < set.num_files; i++) {
-        set.files[i] = token_file_open(paths[i], raw);
-        set.num_toks += set.files[i].num_toks;
-        set.num_counted += set.files[i].num_counted;
-        set.has_docs = set.has_docs && set.files[i].docs_path != nullptr;
-        set.text_bytes += set.files[i].text_bytes;
-        set.num_words += set.files[i].num_words;
-        bytes_known = bytes_known && set.files[i].text_bytes > 0;
-        words_known = words_known && set.files[i].num_words > 0;
-        free(paths[i]);
+    for (const TokenFile* file = set.files; file < set.files + set.num_files; file++) {
+        set.num_toks += file->num_toks;
+        set.num_counted += file->num_counted;
+        set.has_docs = set.has_docs && file->docs_path != nullptr;
+        set.text_bytes += file->text_bytes;
+        set.num_words += file->num_words;
+        bytes_known = bytes_known && file->text_bytes > 0;
+        words_known = words_known && file->num_words > 0;
     }
     if (!bytes_known) set.text_bytes = 0;
     if (!words_known) set.num_words = 0;
-    free(paths);
     return set;
 }
 
 static inline void token_set_close(TokenSet* set)
 {
     for (size_t i = 0; i < set->num_files; i++) token_file_close(&set->files[i]);
+    for (size_t i = 0; i < set->num_sources; i++) free(set->sources[i].name);
+    free(set->sources);
     free(set->files);
     memset(set, 0, sizeof *set);
 }

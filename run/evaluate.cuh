@@ -4,16 +4,16 @@
 
 typedef struct { double loss; double num_tokens; bool ended; } EvalResult;   // ended: early, by a signal
 
-/* Mean loss per token of the validation set, or of --eval-batches of it. Ranks without data run empty batches. A signal
- * to end the run ends the validation early. */
-static EvalResult evaluate(Run* run)
+/* Mean loss per token of the windows first .. end - 1 of the validation set, or of --eval-batches of them. Ranks
+ * without data run empty batches. A signal to end the run ends the validation early. */
+static EvalResult evaluate_windows(Run* run, size_t first, size_t end)
 {
     Loader* val = run->val;
     Zero* z = &run->zero;
-    size_t per_batch = (size_t)run->B * run->dp, num_batches = ceil_div(val->num_windows, per_batch);
+    size_t per_batch = (size_t)run->B * run->dp, num_batches = ceil_div(end - first, per_batch);
     if (run->flags->eval_batches > 0 && (size_t)run->flags->eval_batches < num_batches)
         num_batches = run->flags->eval_batches;
-    loader_seek(val, 0);
+    loader_seek(val, first, 0, end);
     double* sums = z->step_sums;   // not used between steps
     CUDA_CHECK(cudaMemsetAsync(sums, 0, 2 * sizeof(double), z->compute));
     for (size_t i = 0; i < num_batches; i++) {
@@ -30,6 +30,41 @@ static EvalResult evaluate(Run* run)
     CUDA_CHECK(cudaStreamSynchronize(z->compute));
     zero_cache_clear(z);
     return EvalResult{h_sums[1] / h_sums[0], h_sums[0], false};
+}
+
+/* The line of one of the sets of a mixture. */
+#define VALIDATION_SET_FIELDS(F) \
+    F(step,         int,  "",               true, (long long)run->step, "after which the validation was done") \
+    F(val_set,      text, "",               true, name, "one of the sets of a mixture, as `-d` or `-v` names it") \
+    F(val_set_loss, real, "nats per token", true, r.num_tokens > 0 ? r.loss : NAN, "its mean loss")
+
+static void say_set(Run* run, const char* name, EvalResult r)
+{
+    char loss[32] = "n/a";
+    if (r.num_tokens > 0) snprintf(loss, sizeof loss, "%.6f", r.loss);
+    SAY("val  %zu/%zu | %s | loss %s, %.0f tokens\n", run->step, run->num_steps, name, loss, r.num_tokens);
+    RunLog* log = &run->log;
+    if (log->f == nullptr) return;
+    log_begin(log);
+    VALIDATION_SET_FIELDS(LOG_FIELD)
+    log_end(log);
+}
+
+/* Of the whole validation set; of a mixture the loss of each set is said, and the mean is of the tokens of all. */
+static EvalResult evaluate(Run* run)
+{
+    const TokenSet* set = &run->val_set;
+    const size_t* source_window = run->val->source_window;
+    if (set->num_sources == 1) return evaluate_windows(run, 0, run->val->num_windows);
+    double loss = 0, num_tokens = 0;
+    for (size_t s = 0; s < set->num_sources; s++) {
+        const EvalResult r = evaluate_windows(run, source_window[s], source_window[s + 1]);
+        if (r.ended) return r;
+        say_set(run, set->sources[s].name, r);
+        loss += r.num_tokens > 0 ? r.loss * r.num_tokens : 0;
+        num_tokens += r.num_tokens;
+    }
+    return EvalResult{loss / num_tokens, num_tokens, false};
 }
 
 /* The line of a validation: see data/run_log.h. */

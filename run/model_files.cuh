@@ -14,7 +14,8 @@ static bool choose_data_tokenizer(Run* run, bool is_preset)
     const Flags* f = run->flags;
     char (&why)[sizeof run->no_tokenizer] = run->no_tokenizer;
     why[0] = 0;
-    if (!tokenizer_locate(f->data, run->tokenizer_path)) return false;
+    const char* data = run->train_set.num_sources > 0 ? run->train_set.sources[0].name : f->data;
+    if (!tokenizer_locate(data, run->tokenizer_path)) return false;
     const bool goes_with_it = f->given[FLAG_data] || (is_preset && run->train_set.num_files > 0);
     const int num_ids = goes_with_it ? tokenizer_ends(run->tokenizer_path).vocab_size : 0, V = run->model.config.V;
     if (!goes_with_it)

@@ -89,6 +89,10 @@ static void print_data(const Run* run, const TokenSet* set, const Loader* l)
         set->num_files > 1 ? "s" : "");
     if (set->num_counted < set->num_toks) SAY(", of which %zu count in the loss", set->num_counted);
     SAY(", %zu windows of %d, %zu tokens at ends of shards unused\n", l->num_windows, run->T, l->num_tail_toks);
+    for (size_t s = 0; s < set->num_sources && set->num_sources > 1; s++)
+        SAY("        %.1f %% of the windows from %s, which has %zu\n",
+            100.0 * (double)(l->source_mix[s + 1] - l->source_mix[s]) / LOADER_MIX, set->sources[s].name,
+            l->source_window[s + 1] - l->source_window[s]);
 }
 
 static void print_start(Run* run, const char* model_name)

@@ -243,6 +243,16 @@ static void ensure_counted(const TokenSet* set)
            "data/prepare.py", set->files[0].path, set->num_files > 1 ? " and the other shards" : "", set->num_toks);
 }
 
+/* Does each set that is trained on have a validation part too? */
+static bool sources_have_val(const TokenSet* set)
+{
+    size_t num_have = 0;
+    for (size_t s = 0; s < set->num_sources; s++) num_have += folder_has_split(set->sources[s].name, "val");
+    ENSURE(num_have == 0 || num_have == set->num_sources, "%zu of the %zu sets of -d have a val_*.bin: all must, or -v "
+           "says what validates", num_have, set->num_sources);
+    return num_have > 0;
+}
+
 static void open_data(Run* run)
 {
     const Flags* f = run->flags;
@@ -250,7 +260,7 @@ static void open_data(Run* run)
     if (f->val[0]) {
         run->val_set = token_set_open(f->val, "val", f->raw_tokens);
         run->has_val = true;
-    } else if (folder_has_split(f->data, "val")) {
+    } else if (sources_have_val(&run->train_set)) {
         run->val_set = token_set_open(f->data, "val", f->raw_tokens);
         run->has_val = true;
     }

@@ -92,7 +92,8 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     const char* model_name = f->model[0] ? model_of_run(run, f->model)
                              : resume_path[0] ? resume_path : DEFAULT_MODEL;
     model_name = model_of_hub(run, model_name);
-    if ((trains && !f->bench) || f->eval || (f->plan && access(f->data, R_OK) == 0)) open_data(run);
+    const bool data_is_there = access(f->data, R_OK) == 0 || token_is_mixture(f->data);
+    if ((trains && !f->bench) || f->eval || (f->plan && data_is_there)) open_data(run);
     choose_model(run, model_name, run->train_set.num_files > 0 ? (int)run->train_set.files[0].vocab_size : 0);
     choose_tokenizer(run, model_name);
     open_tokenizer(run, trains);
