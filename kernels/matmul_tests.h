@@ -212,6 +212,7 @@ template<void (*test)(OpRun*), Fusion fusion> static void matmul_fusion_test(OpR
     MATMUL_TEST(name, OUT_IN, ALWAYS, 130, 1, 257, 1), MATMUL_TEST(name, IN_OUT, ALWAYS, 130, 257, 1, 1), \
     MATMUL_TEST(name, OUT_IN, LARGE, 257, 768, 192, 1), MATMUL_TEST(name, IN_OUT, LARGE, 1030, 384, 1153, 1), \
     MATMUL_TEST(name, OUT_IN, LARGE, 64, 2300, 96, 1), MATMUL_TEST(name, IN_OUT, LARGE, 2000, 100, 130), \
+    MATMUL_TEST(name, OUT_IN, LARGE, 1100, 3331, 20, 1), MATMUL_TEST(name, IN_OUT, LARGE, 1100, 20, 3331, 1), \
     MATMUL_TEST(name, IN_OUT, BENCH, 256, 768, 3072, 1), MATMUL_TEST(name, IN_OUT, BENCH, 1024, 768, 3072, 1), \
     MATMUL_TEST(name, OUT_IN, BENCH, 256, 768, 50304), MATMUL_TEST(name, IN_OUT, BENCH, 4096, 384, 1536, 1)
 
