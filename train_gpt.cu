@@ -145,7 +145,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
         ENSURE(run->tokenizer_path[0] || f->given[FLAG_prompts],
                "--generate needs a tokenizer.json: none in %s or %s%s; give --tokenizer FILE", model_name, f->data,
                run->no_tokenizer);
-        if (run->comm.rank == 0 || run->setting.stage == 3)
+        if (generates_here(run))
             generate(&run->model, f->no_kv_cache ? nullptr : &run->decoder, f, run->tokenizer);
         comm_barrier_idle(&run->comm);
     } else if (f->given[FLAG_choices]) {

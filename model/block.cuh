@@ -64,8 +64,10 @@ static void kv_gather(const Model* m, floatX* heads, int N)
     const size_t width = heads_width(c), QKV = config_dim(c, Dim::QKV), Q = config_dim(c, Dim::Q), KV2 = QKV - Q;
     columns_copy(heads, width, m->qkv_part, QKV, N, (int)Q, stream);
     columns_copy(m->kv_own, KV2, m->qkv_part + Q, QKV, N, (int)KV2, stream);
-    CommunicationScope communication(stream, true);
-    comm_all_gather(m->kv, m->kv_all, m->kv_own, N * KV2, FLOATX_NCCL, stream);
+    {
+        CommunicationScope communication(stream, true);
+        comm_all_gather(m->kv, m->kv_all, m->kv_own, N * KV2, FLOATX_NCCL, stream);
+    }
     kv_columns(m, heads, false, N);
 }
 

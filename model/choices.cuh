@@ -111,6 +111,7 @@ static ChoiceCounts choices_count(Model* m, const Tokenizer* tokenizer, const ch
     Comm* comm = m->zero->comm;
     size_t N = (size_t)m->B * m->T;
     bool all = m->zero->stage == 3;
+    const int tp = m->config.tp, num_replicas = comm->num_ranks / tp, replica = comm->rank / tp;
     ChoiceCounts counts = {};
     Choices x = {m, tokenizer, (int*)malloc_checked(N * sizeof(int)), (int*)malloc_checked(N * sizeof(int)),
                  (float*)malloc_checked(N * sizeof(float))};
@@ -124,11 +125,12 @@ static ChoiceCounts choices_count(Model* m, const Tokenizer* tokenizer, const ch
         line[length] = 0;
         snprintf(from, sizeof from, "%s, line %d", path, idx + 1);
         watch_move(comm->watch, "a line of --choices", length);
-        if (all || idx % comm->num_ranks == comm->rank) choice_answer(&counts, &x, line, length, from);
+        if (all || idx % num_replicas == replica) choice_answer(&counts, &x, line, length, from);
     }
     double* sums = m->zero->step_sums;                              // free between steps
     if (!all) {
         comm_barrier_idle(comm);
+        if (m->config.tp_rank > 0) counts = ChoiceCounts{};          // of each replica once
         CUDA_CHECK(cudaMemcpyAsync(sums, &counts, sizeof counts, cudaMemcpyHostToDevice, m->zero->compute));
         comm_all_reduce(m->zero->all, sums, 3, ncclFloat64, m->zero->compute);
         CUDA_CHECK(cudaMemcpyAsync(&counts, sums, sizeof counts, cudaMemcpyDeviceToHost, m->zero->compute));

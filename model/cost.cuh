@@ -517,10 +517,10 @@ template <class R> static void cost_passes(CostWalk* w, int u)
     const double slice = (double)unit_slice(z, u).count;
     const double all = (double)zero_owned(z, u).count, hidden = (double)zero_gap(z, u, SIZE_MAX);
     const double count = matrices ? hidden : all, rest = all - hidden;
-    cost_add(w, "global_norm_accumulate", 0, grad * slice);
+    if (slice > 0) cost_add(w, "global_norm_accumulate", 0, grad * slice);
     if constexpr (R::PHASE != TensorPhase::NONE)
         if (count > 0) cost_add(w, "optimizer_update", 0, count * pass_bytes<typename R::First>(b, grad));
-    if (R::PHASE == TensorPhase::NORMS) cost_add(w, "lamb_norms", 0, slice * (b.reads + b.state));
+    if (R::PHASE == TensorPhase::NORMS && slice > 0) cost_add(w, "lamb_norms", 0, slice * (b.reads + b.state));
     if constexpr (matrices)
         if (rest > 0) cost_add(w, "optimizer_update", 0, rest * pass_bytes<typename R::Rest>(b, grad));
     if (count > 0) cost_add(w, "optimizer_update", 0, count * pass_bytes<R>(b, grad));

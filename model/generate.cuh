@@ -10,7 +10,8 @@
  *
  * A text that fills the context continues from its second half. Without the cache (--no-kv-cache, and the sample at the
  * end of a run) each token runs the whole context through model_forward, and the context slides.
- * At stage 3 all ranks run the same steps, since parameters are gathered by all; else rank 0 runs alone. */
+ * At stage 3 all ranks run the same steps, since parameters are gathered by all; else those of the first replica, which
+ * without tensor parallelism is rank 0 alone. */
 #pragma once
 #include "data/clock.h"
 #include "data/lines.h"
@@ -35,10 +36,10 @@ typedef struct Decoder {
     floatX* h_logits;               // (num_slots,VP) pinned
 } Decoder;
 
-/* GEMMs take a power of two of rows. */
-static int decoder_padded(int N)
+/* GEMMs take a power of two of rows, with tensor parallelism of each rank. */
+static int decoder_padded(const Config* c, int N)
 {
-    int rows = 1;
+    int rows = c->tp;
     while (rows < N) rows *= 2;
     return rows;
 }
@@ -52,7 +53,7 @@ static void decoder_plan(Decoder* d, Model* m, Plan* plan, int num_slots, int T)
     d->num_slots = num_slots;
     d->T = m->T = T;
     m->B = 1;
-    d->rows = decoder_padded(num_slots > DECODER_ROWS ? num_slots : DECODER_ROWS);
+    d->rows = decoder_padded(c, num_slots > DECODER_ROWS ? num_slots : DECODER_ROWS);
     const size_t N = d->rows, own = own_rows(c, N), C = c->C;
     const size_t cache = (size_t)c->L * num_slots * T * c->NKV * c->HS;
     const Place D = Place::DEVICE, H = Place::HOST;
@@ -66,14 +67,15 @@ static void decoder_plan(Decoder* d, Model* m, Plan* plan, int num_slots, int T)
     plan_add(plan, label, D, &m->norm_f, 2 * own * C);                 // the head's padding may stick out
     for (float** p : {&m->norm_f_mean, &m->norm_f_rstd}) plan_add(plan, label, D, p, own);
     if (is_rotary(c)) plan_add(plan, "rotary table", D, &m->rope, (size_t)T * c->HS);
-    plan_add(plan, "logits", D, &m->logits, (size_t)decoder_padded(num_slots) * c->VP);
+    plan_add(plan, "logits", D, &m->logits, (size_t)decoder_padded(c, num_slots) * c->VP);
+    if (c->tp > 1) model_plan_tp(m, plan, N, 2 * N, decoder_padded(c, num_slots));
     for (int** p : {&m->tokens, &d->slots, &d->positions}) plan_add(plan, "tokens", D, p, N);
     for (int** p : {&d->h_tokens, &d->h_slots, &d->h_positions}) plan_add(plan, "tokens", H, p, N);
     if (spans_needed(c, true, false, T)) {
         plan_add(plan, "tokens", D, &d->first_key, N);
         plan_add(plan, "tokens", H, &d->h_first_key, N);
     }
-    plan_add(plan, "logits", H, &d->h_logits, (size_t)num_slots * c->VP);
+    plan_add(plan, "logits", H, &d->h_logits, num_slots * vocab_width(c));
 }
 
 /* The N rows of h_tokens, h_slots, h_positions through the model; logits of the rows wanted (num_wanted, ascending) to
@@ -96,7 +98,8 @@ static void decoder_step(Decoder* d, int N, const int* wanted, int num_wanted)
     Block a = d->block;
     a.below = a.residual;
     a.branch = nullptr;
-    const Rows rows = {N, decoder_padded(N)};
+    const Rows rows = {N, decoder_padded(c, N)};
+    const size_t width = vocab_width(c);
     embed_forward(m, a.residual, d->positions, rows, 1);
     for (int layer = 0; layer < c->L; layer++) {
         zero_params_begin(m->zero, unit_block(c, layer));
@@ -105,15 +108,16 @@ static void decoder_step(Decoder* d, int N, const int* wanted, int num_wanted)
         a.branch = m->branch;
     }
     final_norm(m, a.below, rows);
+    const floatX* norm_f = stream_gather(m, m->norm_f, rows.padded);
     if (m->chunks_vocab) {
-        head_rows_forward(m, wanted, num_wanted);
-        CUDA_CHECK(cudaMemcpyAsync(d->h_logits, m->logits, (size_t)num_wanted * c->VP * sizeof(floatX),
+        head_rows_forward(m, norm_f, wanted, num_wanted);
+        CUDA_CHECK(cudaMemcpyAsync(d->h_logits, logits_gather(m, num_wanted), num_wanted * width * sizeof(floatX),
                                    cudaMemcpyDeviceToHost, stream));
     }
     for (int i = m->chunks_vocab ? num_wanted : 0, run; i < num_wanted; i += run) {   // neighbouring rows go together
         for (run = 1; i + run < num_wanted && wanted[i + run] == wanted[i] + run; ) run++;
-        head_forward(m, m->norm_f + (size_t)wanted[i] * c->C, decoder_padded(run));
-        CUDA_CHECK(cudaMemcpyAsync(d->h_logits + (size_t)i * c->VP, m->logits, (size_t)run * c->VP * sizeof(floatX),
+        head_forward(m, norm_f + (size_t)wanted[i] * c->C, decoder_padded(c, run));
+        CUDA_CHECK(cudaMemcpyAsync(d->h_logits + i * width, logits_gather(m, run), run * width * sizeof(floatX),
                                    cudaMemcpyDeviceToHost, stream));
     }
     CUDA_CHECK(cudaStreamSynchronize(stream));
@@ -135,15 +139,16 @@ static int next_from_logits(const floatX* raw, float* h_logits, int V, const int
 static void logits_of_context(Model* m, const int* ids, int num_ids, floatX* raw)
 {
     cudaStream_t stream = m->zero->compute;
-    int T = num_ids < m->T ? num_ids : m->T;
+    const int T = num_ids < m->T ? num_ids : m->T, rows = (int)round_up(T, m->config.tp);   // the last have no effect
     watch_move(m->zero->comm->watch, "a token without the cache", T);
     CUDA_CHECK(cudaMemcpyAsync(m->tokens, ids + (num_ids - T), T * sizeof(int), cudaMemcpyHostToDevice, stream));
-    spans_documents(&m->spans, &m->config, nullptr, 1, T, stream);
-    model_forward(m, 1, T);
-    int last = T - 1;
-    if (m->chunks_vocab) head_rows_forward(m, &last, 1);
-    else head_forward(m, m->norm_f + (size_t)last * m->config.C, 1);
-    CUDA_CHECK(cudaMemcpyAsync(raw, m->logits, m->config.V * sizeof(floatX), cudaMemcpyDeviceToHost, stream));
+    spans_documents(&m->spans, &m->config, nullptr, 1, rows, stream);
+    model_forward(m, 1, rows);
+    const floatX* norm_f = stream_gather(m, m->norm_f, rows);
+    const int last = T - 1;
+    if (m->chunks_vocab) head_rows_forward(m, norm_f, &last, 1);
+    else head_forward(m, norm_f + (size_t)last * m->config.C, 1);
+    CUDA_CHECK(cudaMemcpyAsync(raw, logits_gather(m, 1), m->config.V * sizeof(floatX), cudaMemcpyDeviceToHost, stream));
 }
 
 // ---------------------------------------------------------------------------------------------------------- Prompt
@@ -422,7 +427,7 @@ static void generate_cached(Decoder* d, Generator* g, Prompt* first)
         decoder_step(d, N, wanted, num_wanted);
         for (int i = 0; i < num_wanted; i++) {
             Prompt* p = &prompts[wanted_slots[i]];
-            prompt_advance(p, m, g, d->h_logits + (size_t)i * m->config.VP, h_logits);
+            prompt_advance(p, m, g, d->h_logits + i * vocab_width(&m->config), h_logits);
             if (p->finish != Finish::NOT_YET) prompt_end(p, m, g);
         }
     }
@@ -523,8 +528,9 @@ static void generate(Model* m, Decoder* decoder, const Flags* f, const Tokenizer
     if (f->given[FLAG_prompts]) {
         lines = lines_open(f->prompts);
         g.input = &lines;
-        ENSURE(lines.fd > 0 || m->zero->stage < 3 || m->zero->comm->num_ranks == 1,
-               "--prompts -: at stage 3 every rank reads the prompts: give a file");
+        ENSURE(lines.fd > 0 || (m->zero->stage < 3 && m->config.tp == 1) || m->zero->comm->num_ranks == 1,
+               "--prompts -: %s every rank reads the prompts: give a file",
+               m->config.tp > 1 ? "with --tp" : "at stage 3");
     } else {
         size_t num_ids;
         int* ids = ids_from_text(&g, f->generate, Prefix::ONCE, "--generate", &num_ids);

@@ -101,6 +101,7 @@ typedef struct Model {
     floatX *qkv_part;         // (N,QKV)   kv_ranks > 1: what this rank's GEMM makes, or reads in the backward
     floatX *kv_own, *kv_all;  // (N,2KV), (kv_ranks,N,2KV)   and keys and values of it, of all of these ranks
     ClassifierRows parts;     // (tp,N)    tensor parallelism: what each rank's columns say about a row
+    floatX *logits_parts, *logits_whole;   // (tp,rows,VP), (rows,tp*VP)   of a text's next token, from all ranks
     floatX *logits;           // (head_rows,VP), overwritten by dlogits
     float  *losses;           // (N)
     float  *maxima;           // (N)       chunks_vocab, tensor parallelism: of the logits so far
@@ -215,20 +216,22 @@ static size_t norm_scratch_elems(const Config* c)
     return rmsnorm_scratch_elems(c->C);
 }
 
-/* What tensor parallelism needs besides. */
-static void model_plan_tp(Model* m, Plan* plan, size_t N)
+/* What tensor parallelism needs besides, for N rows, of which `stream_rows` may be read, and for whole logits of
+ * num_texts rows. */
+static void model_plan_tp(Model* m, Plan* plan, size_t N, size_t stream_rows, size_t num_texts)
 {
     const Config* c = &m->config;
     const char* label = "activations of tensor parallelism";
     const size_t QKV = config_dim(c, Dim::QKV), kv = c->kv_ranks > 1 ? 2 * config_dim(c, Dim::KV) : 0;
     const Place D = Place::DEVICE;
     const size_t num_parts = (size_t)c->tp * (m->chunks_vocab ? N : m->head_rows);
-    plan_add(plan, label, D, &m->stream, N * c->C);
+    plan_add(plan, label, D, &m->stream, stream_rows * c->C);
     for (float** p : {&m->parts.losses, &m->parts.maxima}) plan_add(plan, label, D, p, num_parts);
     plan_add(plan, label, D, &m->parts.sums, num_parts);
     plan_add(plan, label, D, &m->qkv_part, kv > 0 ? N * QKV : 0);
     plan_add(plan, label, D, &m->kv_own, N * kv);
     plan_add(plan, label, D, &m->kv_all, c->kv_ranks * N * kv);
+    for (floatX** p : {&m->logits_parts, &m->logits_whole}) plan_add(plan, "logits", D, p, num_texts * vocab_width(c));
     if (!m->deterministic) return;
     const char* pieces = "activations, pieces of all ranks";
     plan_add_bytes(plan, pieces, D, N * c->C * sizeof(floatX), (void**)&m->tp->pieces);
@@ -260,7 +263,7 @@ static void model_plan(Model* m, Plan* plan, int B, int T, bool training)
     plan_add(plan, label, D, &m->losses, N);
     plan_add(plan, label, D, &m->maxima, merges ? N : 0);
     plan_add(plan, label, D, &m->exp_sums, merges ? N : 0);
-    if (c->tp > 1) model_plan_tp(m, plan, N);
+    if (c->tp > 1) model_plan_tp(m, plan, N, N, 1);
     if (is_rotary(c)) plan_add(plan, "rotary table", D, &m->rope, (size_t)T * c->HS);
     if (c->norm == Norm::LAYER) plan_add(plan, label, D, &m->norm_f_mean, own);
     plan_add(plan, "logits", D, &m->logits, logits_elems(m, N));

@@ -296,18 +296,31 @@ static void head_losses(Model* m, int N)
     else head_loss(m, N, 0, false);
 }
 
-/* Logits of some rows of norm_f where the vocabulary is chunked -> m->logits (num_rows,VP). */
-static void head_rows_forward(Model* m, const int* rows, int num_rows)
+/* Logits of some rows of the head's input where the vocabulary is chunked -> m->logits (num_rows,VP). */
+static void head_rows_forward(Model* m, const floatX* inp, const int* rows, int num_rows)
 {
     const Config* c = &m->config;
     for (int piece = 0; piece < c->num_pieces; piece++) {
         int unit = unit_lm_head(c, piece);
         zero_params_begin(m->zero, unit);
         for (int i = 0; i < num_rows; i++)
-            matmul_forward(m->logits + (size_t)i * c->VP + (size_t)piece * c->piece_rows,
-                           m->norm_f + (size_t)rows[i] * c->C, model_param(m, unit, LM_HEAD), nullptr, 1, c->C,
-                           piece_columns(c, piece), Layout::OUT_IN, m->zero->compute);
+            matmul_forward(m->logits + (size_t)i * c->VP + (size_t)piece * c->piece_rows, inp + (size_t)rows[i] * c->C,
+                           model_param(m, unit, LM_HEAD), nullptr, 1, c->C, piece_columns(c, piece), Layout::OUT_IN,
+                           m->zero->compute);
     }
+}
+
+/* The logits of all ranks, (rows,vocab_width), from m->logits (rows,VP). */
+static const floatX* logits_gather(const Model* m, int rows)
+{
+    const Config* c = &m->config;
+    const size_t VP = c->VP, n = rows * VP;
+    if (c->tp == 1) return m->logits;
+    comm_all_gather(m->tp, m->logits_parts, m->logits, n, FLOATX_NCCL, m->zero->compute);
+    for (int rank = 0; rank < c->tp; rank++)
+        columns_copy(m->logits_whole + rank * VP, vocab_width(c), m->logits_parts + rank * n, VP, rows, c->VP,
+                     m->zero->compute);
+    return m->logits_whole;
 }
 
 /* One micro-step: m->tokens, m->targets (B,T) -> gradients added, step sums added. Sends what the stage sends. */

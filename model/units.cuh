@@ -98,6 +98,9 @@ static int unit_head(const Config* c) { return unit_block(c, c->L); }
 static int unit_lm_head(const Config* c, int piece) { return unit_head(c) + (c->num_pieces > 1 ? 1 + piece : 0); }
 static int num_units(const Config* c) { return unit_lm_head(c, c->num_pieces - 1) + 1; }
 
+/* Columns of the logits of all ranks. */
+static size_t vocab_width(const Config* c) { return (size_t)c->tp * c->VP; }
+
 /* Rows of wte and head, columns of the logits: how many of `columns` from `first` on are not padding. */
 static int real_columns(const Config* c, int first, int columns)
 {

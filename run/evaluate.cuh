@@ -133,10 +133,11 @@ static void evaluate_and_say(Run* run)
     F(sample, text, "", true, valid, "the model's continuation of the first validation text, at the end of a run")
 
 /* At the end of a run, if there is a tokenizer that is supported: continues the beginning of the validation text. Rank
- * 0 prints it; the other ranks wait, or at stage 3 compute too. Not yet with --tp. */
+ * 0 prints it; the other ranks wait, or at stage 3 compute too, and so does the first replica of --tp. */
 static void say_sample(Run* run)
 {
-    if ((run->comm.rank == 0 || run->setting.stage == 3) && run->tokenizer != nullptr && run->flags->tp == 1) {
+    const bool fits = run->T % run->flags->tp == 0;       // each token's rows are shared out
+    if (generates_here(run) && run->tokenizer != nullptr && fits) {
         int num_ids = run->T < 16 ? run->T : 16;   // of the first validation window, which is rank 0's
         loader_seek(run->val, 0);
         loader_next(run->val, run->h_tokens, run->h_targets);

@@ -26,20 +26,16 @@ static void layout_refuse(const Run* run)
     if (optimizer_has_matrices(f))
         die_usage("--tp %d with --optimizer muon: it orthogonalizes whole matrices, of which each rank has a part: "
                   "take another optimizer", tp);
-    const struct { bool is_given; const char* name; } others[] = {
-        {f->given[FLAG_generate], "--generate"}, {f->given[FLAG_prompts], "--prompts"},
-        {f->given[FLAG_choices], "--choices"}, {f->tune, "--tune"}};
-    for (const auto& other : others)
-        if (other.is_given)
-            die_usage("%s does not go with --tp %d yet: leave out --tp; checkpoints do not depend on it", other.name,
-                      tp);
+    if (f->tune)
+        die_usage("--tune does not go with --tp %d yet: it measures the GEMMs of one rank: leave out one of them", tp);
 }
 
 /* Each rank of a replica has its part of the rows of a micro-step: of every length that --seq-ramp has. */
 static void layout_refuse_rows(const Run* run)
 {
     const Flags* f = run->flags;
-    const long long B = run->B, rows = B * run->T, tp = f->tp;
+    const bool decodes = f->given[FLAG_generate] || f->given[FLAG_prompts] || f->given[FLAG_choices];
+    const long long B = decodes ? 1 : run->B, rows = B * run->T, tp = f->tp;       // texts come in any number
     if (rows % tp != 0)
         die_usage("--tp %lld: -b %lld x -t %d = %lld tokens in a micro-step do not divide by it: change -b or -t", tp,
                   B, run->T, rows);

@@ -97,6 +97,9 @@ static bool launches_wait(void)
 #endif
 }
 
+/* Does this rank compute generated text? Rank 0 does, with its replica, and at stage 3 all. */
+static bool generates_here(const Run* run) { return run->replica == 0 || run->setting.stage == 3; }
+
 #define SAY(...) do { if (run->comm.rank == 0) say(__VA_ARGS__); } while (0)
 
 // ---------------------------------------------------------------------------------------------------------- set-up

@@ -170,6 +170,8 @@ RECORDED = [(family, 1, [*flags, "-p", "bf16"]) for family, _, flags in RUNS] + 
     ("gelu", 1, ["-r", "cheap", "-p", "bf16", "--fp32-tensors", "wte"]),
     ("untied", 2, ["-z", 3, "-p", "bf16", "-g", 2, "--optimizer", "lion"]),
     ("qwen3", 2, ["-z", 2, "-p", "bf16", "-g", 2, "--comm-dtype", "bf16"]),
+    ("qwen3", 4, ["--tp", 4, "-z", 1, "-r", "attention"]), ("gpt2", 2, ["--tp", 2, "-r", 2, "--dropout", 0.1]),
+    ("untied", 4, ["--tp", 2, "-z", 3, "-r", "mlp", "-g", 2]),
 ]
 # On the host, or a few numbers; of communication the plan has the bytes sent.
 SMALL = {"load_batch", "nonfinite_find", "step_state_update", "reduce_gradients", "gather_parameters", "move_matrices"}

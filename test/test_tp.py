@@ -62,11 +62,11 @@ def one_rank(tmp_path_factory):
     """The run of a model on one rank with the same flags, made on first use."""
     runs = {}
 
-    def get(device, name, *flags):
-        key = (device, name, *map(str, flags))
+    def get(device, name, *flags, steps=STEPS):
+        key = (device, name, steps, *map(str, flags))
         if key not in runs:
             folder = tmp_path_factory.mktemp("one")
-            runs[key] = train_gpt(*start(folder, name), "-b", B, *flags, device=device, out=folder / "run")
+            runs[key] = train_gpt(*start(folder, name, steps), "-b", B, *flags, device=device, out=folder / "run")
         return runs[key]
 
     return get
@@ -139,34 +139,44 @@ def test_initial_weights(tmp_path):
 
 
 def test_checkpoints_of_other_layouts(tmp_path):
-    """A run that goes from layout to layout has the losses of an unbroken one, and the state that was saved."""
-    steps = 6
-    one = train_gpt(*start(tmp_path, "llama1", steps), "-b", 12, out=tmp_path / "one")
-    walk = [(2, 2, 1), (1, 1, 0), (4, 1, 3), (1, 3, 2)]                # tp, dp, stage
+    """A run that goes from layout to layout has the losses of an unbroken one; each reads what the one before saved."""
+    steps, walk = 6, [(2, 2, 1), (1, 1, 0), (4, 1, 3), (1, 3, 2)]                # tp, dp, stage
+    args = [*start(tmp_path, "llama1", steps), "--schedule", "constant"]
+    one = train_gpt(*args, "-b", 12, out=tmp_path / "one")
+    args.remove("--from-scratch")
     for i, (tp, dp, stage) in enumerate(walk):
-        resume = ["--resume", "auto", "--hash-every", 1] if i > 0 else ["--hash-every", 1]
-        args = [a for a in start(tmp_path, "llama1", steps) if a != "--from-scratch" or i == 0]
         args[args.index("-n") + 1] = steps if i == 3 else i + 1
-        run = train_gpt(*args, "--schedule", "constant", "--tp", tp, "-b", 12 // dp, "-z", stage, *resume,
-                        ranks=tp * dp, out=tmp_path / "run", OMP_NUM_THREADS="1")
-    one = train_gpt(*start(tmp_path, "llama1", steps), "-b", 12, "--schedule", "constant", out=tmp_path / "two")
+        ranks = {"ranks": tp * dp, "OMP_NUM_THREADS": "1"}
+        if i > 0:
+            train_gpt("--export", tmp_path / f"export{i}", "-m", run.checkpoint(i), "--tp", tp, "-z", stage, **ranks)
+            saved = (run.checkpoint(i) / "model.safetensors").read_bytes()
+            assert (tmp_path / f"export{i}" / "model.safetensors").read_bytes() == saved
+        run = train_gpt(*args, *(["--resume", "auto"] if i > 0 else ["--from-scratch"]), "--tp", tp, "-b", 12 // dp,
+                        "-z", stage, **ranks, out=tmp_path / "run")
     assert run.series("loss") == pytest.approx(one.series("loss"), rel=1e-6)
     for name, tensor in weights(one.checkpoint(steps)).items():
-        assert np.abs(weights(run.checkpoint(steps))[name] - tensor).max() < 1e-4, name
+        assert np.abs(weights(run.checkpoint(steps))[name] - tensor).mean() < 1e-6, name
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits(tmp_path, one_rank, precision):
-    """No further from fp32 than twice one rank of the same precision, and a step of the loss. fp16: the first steps
-    overflow, and are skipped by all."""
-    flags = ["-p", precision] + (["--initial-scale-power", 30, "--hysteresis", 1] if precision == "fp16" else [])
-    truth, plain = (np.array(one_rank("cpu", "qwen2", *f).series("loss")) for f in ([], flags))
-    run = train_gpt(*start(tmp_path, "qwen2"), *layout(2, 2), "-z", 2, *flags, ranks=4, out=tmp_path / "run",
+    """No further from fp32 than twice one rank of the same precision, and a step of the loss."""
+    truth, plain = (np.array(one_rank("cpu", "gpt2", *flags, steps=10).series("loss"))
+                    for flags in ([], ["-p", precision]))
+    run = train_gpt(*start(tmp_path, "gpt2", 10), *layout(2, 2), "-z", 2, "-p", precision, ranks=4,
+                    out=tmp_path / "run", OMP_NUM_THREADS="1")
+    ours = np.array(run.series("loss"))
+    assert np.abs(ours - truth).max() <= 2 * np.abs(plain - truth).max() + 2.0**-23 * truth.max()
+
+
+def test_skipped_steps(tmp_path, one_rank):
+    """An overflow on any rank skips the step on all: the loss scale goes as on one rank."""
+    flags = ["-p", "fp16", "--initial-scale-power", 20, "--hysteresis", 1]
+    one = one_rank("cpu", "gpt2", *flags, steps=10)
+    run = train_gpt(*start(tmp_path, "gpt2", 10), *layout(2, 2), "-z", 2, *flags, ranks=4, out=tmp_path / "run",
                     OMP_NUM_THREADS="1")
-    assert run.series("skipped") == one_rank("cpu", "qwen2", *flags).series("skipped")
-    assert any(run.series("skipped")) == (precision == "fp16")
-    bound = 2 * np.abs(plain - truth).max() + 2.0**-23 * truth.max()
-    assert np.abs(np.array(run.series("loss")) - truth).max() <= bound
+    assert run.series("loss_scale") == one.series("loss_scale")
+    assert run.series("skipped") == one.series("skipped") and 0 < sum(run.series("skipped")) < 10
 
 
 @pytest.mark.parametrize("seed", range(1, 51 if FULL else 4))
@@ -195,6 +205,25 @@ def test_deterministic(tmp_path):
                         OMP_NUM_THREADS="1")
         hashes.add(run.log[-1]["state_hash"])
     assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("name,stage", [("gpt2", 0), ("qwen3", 1), ("wide", 3)])
+def test_text(tmp_path, name, stage):
+    """The most likely tokens and their logits, with and without the cache, as on one rank."""
+    prompts = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11], [50], list(range(12))]
+    (tmp_path / "prompts").write_text("".join(json.dumps({"ids": ids, "logits": True}) + "\n" for ids in prompts))
+    for flags in ([], ["--no-kv-cache"]):
+        texts = []
+        for tp, dp in ((1, 1), (2, 2)):
+            args = [*start(tmp_path, name)[:3], "--prompts", tmp_path / "prompts", "--sample-tokens", 6,
+                    "--temperature", 0, "-t", T, "-b", 3, "--tp", tp, "-z", stage, *flags]
+            run = train_gpt(*args, ranks=tp * dp, OMP_NUM_THREADS="1")
+            texts.append(sorted((json.loads(line) for line in run.out.splitlines() if line.startswith("{")),
+                                key=lambda text: text["index"]))
+        for one, other in zip(*texts):
+            assert one["ids"] == other["ids"] and len(one["ids"]) == 6
+            assert one["logits"] == pytest.approx(other["logits"], abs=1e-5)
+        assert len(texts[0]) == len(texts[1]) == len(prompts)
 
 
 # ---- groups and words --------------------------------------------------------------------------------------------
