@@ -5,7 +5,8 @@
 # checkpoint, the next start has so many ranks less. With a hostfile (lines of "HOST slots=N") the hosts that answer are
 # counted before each start, and their slots are the most ranks. Fewer ranks keep the global batch: --elastic changes
 # the micro-steps, and the number of ranks is lowered until it divides the batch and the first batch of --batch-ramp.
-# There are never fewer than --min-ranks (1).
+# With --tp it is a multiple of that: replicas of the model are lost as a whole, and it is their number that divides the
+# batch. There are never fewer than --min-ranks (1).
 # It gives up after --retries (3) starts in a row without a new checkpoint, and on a usage error (exit code 2).
 # SIGTERM, SIGINT and SIGUSR2 end the run after a save, or at once between two starts; SIGUSR1 saves. mpirun receives a
 # signal that it forwards.
@@ -28,13 +29,15 @@ while [ $# -gt 0 ]; do
 done
 [ $# -gt 0 ] || usage
 [[ $min_ranks =~ ^[1-9][0-9]*$ && $retries =~ ^[1-9][0-9]*$ ]] || usage
-command=("$@") out="" first_batch=0 previous=""
+command=("$@") out="" first_batch=0 tp=1 previous=""
 for word in "$@"; do
     case $previous:$word in
         -o:* | --out:*) out=$word ;;
         *:--out=*) out=${word#--out=} ;;
         *:-o?*) out=${word#-o} out=${out#=} ;;
         --batch-ramp:[1-9]*:*) first_batch=${word%%:*} ;;
+        --tp:[1-9]* | --tensor-model-parallel-size:[1-9]*) tp=$word ;;
+        *:--tp=[1-9]* | *:--tensor-model-parallel-size=[1-9]*) tp=${word#*=} ;;
         *:--batch-ramp=[1-9]*:*) first_batch=${word#--batch-ramp=} first_batch=${first_batch%%:*} ;;
     esac
     previous=$word
@@ -101,7 +104,11 @@ while :; do
     before=$(checkpoint)
     batch=$(cat "$out/run.json" "$before/state.json" 2> /dev/null | grep -oE '"global_batch": [0-9]+' | tail -n 1)
     batch=$(tr -dc 0-9 <<< "${batch:-0}")
-    while [ "$ranks" -gt 1 ] && [ $((batch % ranks + first_batch % ranks)) != 0 ]; do ranks=$((ranks - 1)); done
+    replicas=$((ranks / tp))
+    [ $replicas -gt 0 ] ||
+        { say "$ranks ranks remain, --tp $tp needs $tp for a replica of the model: given up"; exit 1; }
+    while [ $((batch % replicas + first_batch % replicas)) != 0 ]; do replicas=$((replicas - 1)); done
+    ranks=$((replicas * tp))
     [ "$ranks" -ge "$min_ranks" ] || { say "$ranks ranks remain, --min-ranks is $min_ranks: given up"; exit 1; }
     [ $ended = 0 ] || { say "asked to end: not started again, the newest checkpoint is ${before:-none}"; exit $status; }
     say "$ranks ranks, from ${before:-the beginning}"

@@ -386,6 +386,23 @@ def test_supervise_one_rank(folder):
     assert process.returncode == 1 and "asked to end: not started again" in out and "ranks, from" not in out
 
 
+@pytest.mark.parametrize("ranks,batch,tp,said", [
+    (7, 12, ["--tp", "2"], "supervise: 6 ranks, from"), (7, 4, ["--tp=2"], "supervise: 4 ranks, from"),
+    (5, 8, ["--tensor-model-parallel-size", "2"], "supervise: 4 ranks, from"), (7, 12, [], "supervise: 6 ranks, from"),
+    (3, 12, ["--tp", "4"], "3 ranks remain, --tp 4 needs 4 for a replica of the model: given up")])
+def test_supervise_replicas(tmp_path, ranks, batch, tp, said):
+    """With --tp a replica of the model is lost as a whole, and the batch divides over the others."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/bash\n")
+    mpirun.chmod(0o755)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"global_batch": batch}))
+    process = subprocess.run([ROOT / "scripts/supervise.sh", str(ranks), "./train_gpt", *tp, "-o", tmp_path / "run"],
+                             text=True, capture_output=True, timeout=60,
+                             env=environment(PATH=f"{tmp_path}:{os.environ['PATH']}"))
+    assert said in process.stdout and process.returncode == ("given up" in said)
+
+
 def test_supervise_asks_again(tmp_path):
     """mpirun drops a signal while it has no ranks to forward it to: SIGTERM ends the run all the same."""
     mpirun = tmp_path / "mpirun"
