@@ -529,18 +529,18 @@ static void ds_blank_hjson(char* text)
 {
     bool quoted = false;
     char* comma = nullptr;                              // nothing but blanks since
-    for (char* p = text; *p; p++) {
-        if (!quoted && (*p == '#' || (p[0] == '/' && p[1] == '/'))) {
-            while (*p && *p != '\n') *p++ = ' ';
-        } else if (!quoted && p[0] == '/' && p[1] == '*') {
-            const char* end = strstr(p + 2, "*/");
-            for (const char* stop = end ? end + 2 : p + strlen(p); p < stop; p++) if (*p != '\n') *p = ' ';
+    for (char* p = text; *p;) {
+        const bool of_line = !quoted && (*p == '#' || (p[0] == '/' && p[1] == '/'));
+        if (of_line || (!quoted && p[0] == '/' && p[1] == '*')) {
+            const char* end = of_line ? strchr(p, '\n') : strstr(p + 2, "*/");
+            const char* stop = end == nullptr ? p + strlen(p) : end + (of_line ? 0 : 2);
+            for (; p < stop; p++) if (*p != '\n') *p = ' ';
+            continue;
         }
-        if (*p == 0) break;
-        if (quoted && *p == '\\' && p[1]) p++;
-        else if (*p == '"') quoted = !quoted;
         if (!quoted && (*p == '}' || *p == ']') && comma != nullptr) *comma = ' ';
         if (!isspace((unsigned char)*p)) comma = !quoted && *p == ',' ? p : nullptr;
+        if (*p == '"') quoted = !quoted;
+        p += quoted && *p == '\\' && p[1] ? 2 : 1;
     }
 }
 

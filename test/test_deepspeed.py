@@ -203,7 +203,8 @@ def test_hjson(tmp_path):
     run = print_config(tmp_path, """{ # one
 "train_batch_size": 2, // two
 "_path": "http://x#y, }",
-"bf16": {"enabled": false, /* three */ },
+"bf16": {"enabled": false, /* three *//* four *//**/# five
+},
 "optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9, ],},},
 }""")
     found = flags_of(run)
