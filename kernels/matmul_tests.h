@@ -226,7 +226,48 @@ template<void (*test)(OpRun*), Fusion fusion> static void matmul_fusion_test(OpR
     MATMUL_TEST(matmul_few_rows, layout, BENCH, 4, 2048, 5632), \
     MATMUL_TEST(matmul_few_rows, layout, BENCH, 8, 2048, 5632)
 
+/* `n` values as the input `name`. */
+static const floatX* matmul_given(OpRun* run, const char* name, const double* values, size_t n)
+{
+    OpTensor<floatX> tensor = op_input<floatX>(run, name, n, 0.0, 1.0);
+    floatX* h = (floatX*)op_start_bytes(run, name);
+    for (size_t i = 0; i < n; i++) store_f(&h[i], (float)values[i]);
+    op_upload(run, name);
+    return tensor.dev;
+}
+
+/* Two layers with relu between them on two ranks, the first cut by output, the second by input, by hand: the ranks'
+ * parts of y add up to (5,5), those of dx to (4,3). */
+static void matmul_ranks_trial(OpRun* run)
+{
+    const int ranks = run->dims[0], C = 2, F = 2;                    // F: of a rank
+    const double x[] = {1, 2}, w1[] = {1, -1, 0, 1, /* rank 1 */ 2, 0, 1, -1}, h[] = {1, 1, 4, 0}, dy[] = {1, 1};
+    const double w2[] = {1, 0, 0, 1, /* rank 1 */ 1, 1, 2, 0}, dpre[] = {1, 1, 2, 0};
+    const double pre_ref[] = {1, 1, 4, -2}, y_ref[] = {1, 1, 4, 4}, dh_ref[] = {1, 1, 2, 2}, dx_ref[] = {0, 1, 4, 2};
+    const floatX *x_dev = matmul_given(run, "x", x, C), *w1_dev = matmul_given(run, "w1", w1, ranks * C * F);
+    const floatX *h_dev = matmul_given(run, "h", h, ranks * F), *w2_dev = matmul_given(run, "w2", w2, ranks * F * C);
+    const floatX *dy_dev = matmul_given(run, "dy", dy, C), *dpre_dev = matmul_given(run, "dpre", dpre, ranks * F);
+    OpTensor<floatX> pre = op_output<floatX>(run, "pre", ranks * F), y = op_output<floatX>(run, "y", ranks * C);
+    OpTensor<floatX> dh = op_output<floatX>(run, "dh", ranks * F), dx = op_output<floatX>(run, "dx", ranks * C);
+    auto all_ranks = [&] {
+        for (int p = 0; p < ranks; p++) {
+            const floatX *w1_p = w1_dev + p * C * F, *w2_p = w2_dev + p * F * C;
+            matmul_forward(pre.dev + p * F, x_dev, w1_p, nullptr, 1, C, F, Layout::IN_OUT, 0);
+            matmul_forward(y.dev + p * C, h_dev + p * F, w2_p, nullptr, 1, F, C, Layout::IN_OUT, 0);
+            matmul_backward_input(dh.dev + p * F, dy_dev, w2_p, 1, F, C, Layout::IN_OUT, false, 0);
+            matmul_backward_input(dx.dev + p * C, dpre_dev + p * F, w1_p, 1, C, F, Layout::IN_OUT, false, 0);
+        }
+    };
+    OP_RUN(run, 0, 0, all_ranks());
+    const struct { const char* name; const double* ref; } results[] = {
+        {"pre", pre_ref}, {"y", y_ref}, {"dh", dh_ref}, {"dx", dx_ref}};
+    for (const auto& result : results)
+        for (int i = 0; i < 2 * ranks; i++)
+            op_check_value(run, result.name, load_f(((const floatX*)op_result(run, result.name))[i]), result.ref[i], 0);
+}
+
 static const OpTest matmul_tests[] = {
+    {"matmul, two layers on two ranks", matmul_ranks_trial, {2}, OpWhen::ALWAYS},
     MATMUL_ROWS_TESTS(OUT_IN), MATMUL_ROWS_TESTS(IN_OUT),
     MATMUL_TESTS(matmul_forward), MATMUL_TESTS(matmul_backward_input), MATMUL_TESTS(matmul_backward_weight),
     MATMUL_TEST(matmul_backward_weight, OUT_IN, ALWAYS, 7, 33, 65, 2),
