@@ -158,6 +158,17 @@ def test_checkpoints_of_other_layouts(tmp_path):
         assert np.abs(weights(run.checkpoint(steps))[name] - tensor).mean() < 1e-6, name
 
 
+def test_elastic(tmp_path):
+    """--elastic changes the number of replicas alone: the same global batch, the same losses."""
+    args = [*start(tmp_path, "llama4", 4), "--tp", 2, "--save-every", 2, "--schedule", "constant"]
+    two = train_gpt(*args, "-b", 2, ranks=4, out=tmp_path / "two", OMP_NUM_THREADS="1")
+    args.remove("--from-scratch")
+    one = train_gpt(*args, "-b", 4, "--resume", two.checkpoint(2), "--elastic", ranks=2, out=tmp_path / "one",
+                    OMP_NUM_THREADS="1")
+    assert "batch   4 sequences = 4 per micro-step x 1 micro-steps x 1 replicas" in one.out
+    assert one.series("loss") == pytest.approx(two.series("loss")[2:], rel=1e-6)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits(tmp_path, one_rank, precision):
     """No further from fp32 than twice one rank of the same precision, and a step of the loss."""
