@@ -215,6 +215,61 @@ static void attention_held_test(OpRun* run)
     }
 }
 #define ATTENTION_HELD_TEST(...) , ATTENTION_TEST(attention_held, ALWAYS, __VA_ARGS__)
+
+#ifdef DEVICE_EMU
+/* Tensor-core instructions of all warps for num_tiles tiles each, of num_gemms GEMMs. */
+static double attention_mma_of(AttentionDims a, int row_tiles, int slice, int num_gemms, double num_tiles)
+{
+    const double num_warps = (double)a.B * a.NH * ceil_div(a.T, 16 * row_tiles);
+    return num_warps * num_tiles * row_tiles * (slice / 8) * (a.HS / 16) * num_gemms;
+}
+
+/* Of eight documents in a sequence the kernels multiply an eighth of what causal attention does, and tiles at the
+ * edges: two of each warp, and in the forward those that other warps of its block need. dims as above; HS 64 or 128. */
+template <int HSP> static void attention_tiles_test(OpRun* run)
+{
+    typedef MmaShape<HSP> S;
+    AttentionDims a = attention_test_dims(run);
+    const size_t n = (size_t)a.B * a.T;
+    OpTensor<floatX> qkv = op_input<floatX>(run, "qkv", n * attention_ld_qkv(a), 0.0, 1.5);
+    OpTensor<floatX> dout = op_input<floatX>(run, "dout", n * attention_ld_out(a), 0.0, 1.0);
+    OpTensor<floatX> out = op_output<floatX>(run, "out", dout.n), dqkv = op_output<floatX>(run, "dqkv", qkv.n);
+    OpTensor<float> lse = op_output<float>(run, "lse", n * a.NH);
+    OpInts positions = op_ints(run, "positions", n, 0, 1);
+    for (size_t i = 0; i < n; i++) positions.h[i] = (int)(i % a.T) % (int)ceil_div(a.T, 8);
+    op_upload(run, "positions");
+    int* first_key = (int*)op_bytes(run, "first_key", OpKind::OUTPUT, nullptr, n * sizeof(int));
+    int* last_query = (int*)op_bytes(run, "last_query", OpKind::OUTPUT, nullptr, n * sizeof(int));
+    float* scratch = op_scratch<float>(run, attention_scratch_elems(a.B, a.T, a.NH, a.HS));
+    double num_mma[2][2];                            // [backward][documents]
+    auto count = [&](bool documents) {
+        const AttentionSpans spans = documents ? AttentionSpans{first_key, last_query, 0} : AttentionSpans{};
+        const uint64_t start = emu_num_mma;
+        attention_forward(out.dev, lse.dev, scratch, qkv.dev, a.B, a.T, a.NH, a.NKV, a.HS, a.scale, 0, {}, spans);
+        CUDA_CHECK(cudaDeviceSynchronize());
+        const uint64_t middle = emu_num_mma;
+        attention_backward(dqkv.dev, scratch, dout.dev, out.dev, lse.dev, qkv.dev, a.B, a.T, a.NH, a.NKV, a.HS,
+                           a.scale, 0, {}, spans);
+        CUDA_CHECK(cudaDeviceSynchronize());
+        num_mma[0][documents] = (double)(middle - start);
+        num_mma[1][documents] = (double)(emu_num_mma - middle);
+    };
+    OP_RUN(run, 0, 0, attention_spans(first_key, last_query, positions.dev, 0, a.B, a.T, 0); count(false); count(true));
+    const double edges[] = {attention_mma_of(a, S::M_FORWARD, S::TILE_FORWARD, 2,
+                                             2 + S::ROWS_FORWARD / S::TILE_FORWARD),
+                            attention_mma_of(a, S::M_BACKWARD, S::SLICE_Q, 3, 2) +
+                            attention_mma_of(a, S::M_BACKWARD, S::SLICE_KV, 4, 2)};
+    for (int backward = 0; backward < 2; backward++)
+        op_verdict(run, backward ? "backward, mma of documents" : "forward, mma of documents", num_mma[backward][1],
+                   num_mma[backward][0] / 8 + edges[backward]);
+}
+#define ATTENTION_TILES_TESTS \
+    , {"attention_tiles", attention_tiles_test<64>, {1, 1024, 1, 1, 64}, OpWhen::ALWAYS}, \
+    {"attention_tiles", attention_tiles_test<64>, {1, 1000, 1, 1, 64}, OpWhen::ALWAYS}, \
+    {"attention_tiles", attention_tiles_test<128>, {1, 1000, 1, 1, 128}, OpWhen::ALWAYS}
+#else
+#define ATTENTION_TILES_TESTS
+#endif
 #define ATTENTION_HELD_TESTS \
     ATTENTION_HELD_TEST(2, 70, 2, 1, 64) ATTENTION_HELD_TEST(1, 131, 2, 2, 40) ATTENTION_HELD_TEST(1, 66, 2, 1, 64, 20) \
     ATTENTION_HELD_TEST(1, 97, 2, 1, 128) ATTENTION_HELD_TEST(1, 40, 2, 2, 104, 30) \
@@ -222,6 +277,7 @@ static void attention_held_test(OpRun* run)
     ATTENTION_HELD_TEST(1, 131, 2, 1, 64, 0, 20, 50)
 #else
 #define ATTENTION_HELD_TESTS
+#define ATTENTION_TILES_TESTS
 #endif
 
 #define ATTENTION_TEST(name, when, ...) {#name, name##_test, {__VA_ARGS__}, OpWhen::when}
@@ -248,4 +304,4 @@ static void attention_held_test(OpRun* run)
     ATTENTION_TEST(name, BENCH, 1, 4096, 4, 2, 128)
 
 static const OpTest attention_tests[] = {ATTENTION_TESTS(attention_forward), ATTENTION_TESTS(attention_backward)
-                                         ATTENTION_HELD_TESTS};
+                                         ATTENTION_HELD_TESTS ATTENTION_TILES_TESTS};

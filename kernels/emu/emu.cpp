@@ -606,6 +606,7 @@ void emu_ldmatrix_x4(uint32_t (&r)[4], const void* row, bool transposed, const c
 }
 
 struct MmaArg { float* d; const uint32_t *a, *b; };
+uint64_t emu_num_mma;
 
 static void unpack_pair(float* pair, uint32_t bits, bool is_bf16)
 {
@@ -618,6 +619,7 @@ static void unpack_pair(float* pair, uint32_t bits, bool is_bf16)
 static void mma_lanes(void** lane_args, bool is_bf16)
 {
     float a[16][16], bt[8][16], d[16][8];
+    emu_num_mma++;
     for (int lane = 0; lane < 32; lane++) {
         const MmaArg* x = (const MmaArg*)lane_args[lane];
         int g = lane / 4, t = lane % 4;

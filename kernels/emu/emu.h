@@ -167,6 +167,7 @@ void emu_cp_async_wait(int num_groups_left);
 void emu_ldmatrix_x4(uint32_t (&r)[4], const void* row, bool transposed, const char* file, int line);
 void emu_mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool is_bf16, const char* file,
                       int line);
+extern uint64_t emu_num_mma;                        // how many of all warps so far
 static inline bool emu_is_bf16(const __nv_bfloat16*) { return true; }
 static inline bool emu_is_bf16(const __half*) { return false; }
 
