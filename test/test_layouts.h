@@ -86,6 +86,18 @@ static void layout_init(Zero* z, uint64_t seed)
     zero_params_loaded(z);
 }
 
+/* Bytes in the files of what this rank owns of all states. */
+static size_t layout_own_bytes(const Zero* z)
+{
+    size_t bytes = 0;
+    for (int i = 0; i < NUM_STATES * z->shard->num_tensors; i++) {
+        const Tensor* t = &z->shard->tensors[i % z->shard->num_tensors];
+        if (state_is_kept(z, i / z->shard->num_tensors, t))
+            bytes += tensor_part(t, unit_slice(z, t->unit)).count * sizeof(float);
+    }
+    return bytes;
+}
+
 static void layout_resume(Run* run)
 {
     RunState state;
@@ -93,6 +105,10 @@ static void layout_resume(Run* run)
     char why[1024];
     if (checkpoint_load(&run->zero, run->flags->resume, false, &state, &read_bytes, why) != Outcome::WELL)
         die("%s", why);
+    const bool shared = folder_is_shared(&run->comm, run->flags->resume);
+    const size_t own_bytes = layout_own_bytes(&run->zero);
+    ENSURE(read_bytes == own_bytes || !shared, "%zu bytes of tensors were read, this rank's slices have %zu",
+           read_bytes, own_bytes);
     StepState device_state = step_state_init(run->config, 1);
     device_state.num_applied = state.num_applied;
     CUDA_CHECK(cudaMemcpy(run->zero.state, &device_state, sizeof device_state, cudaMemcpyHostToDevice));
