@@ -490,7 +490,8 @@ template <class R, int W> DEV void optimizer_vec(const OptimizerArrays& a, const
             p[w] = R::element(p[w], &g[w], of_element, f);
 #pragma unroll
             for (int k = 0; k < MAX_STATES; k++) s[k][w] = of_element[k];
-            if (at_random) random[w] = random_bits(key, e.index);
+            if (!at_random) continue;
+            random[w] = random_bits(key, e.index);
             element_next(runs.place[run], &e);
         }
 #pragma unroll
