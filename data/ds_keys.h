@@ -190,7 +190,7 @@
     SAME("zero_optimization.offload_optimizer.pipeline_read", "goes with device nvme") \
     SAME("zero_optimization.offload_optimizer.pipeline_write", "goes with device nvme") \
     SAME("zero_optimization.offload_optimizer.fast_init", "goes with device nvme") \
-    ONLY("zero_optimization.offload_optimizer.ratio", "1", "all states are moved, or none") \
+    FLAG("zero_optimization.offload_optimizer.ratio", "offload_share", "whole units; the first ones of the forward stay on the device") \
     ONLY("zero_optimization.offload_optimizer.super_offload", "false", "SuperOffload is not there") \
     SAME("zero_optimization.offload_optimizer.cpuadam_cores_perc", "goes with super_offload") \
     SAME("aio",                             "goes with device nvme") \

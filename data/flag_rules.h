@@ -67,6 +67,9 @@ static const bool has_algorithms = true;
     R((FLAG_resume), \
       flag_is_word(f->resume, "auto") && !f->out[0], \
       "--resume auto looks into the folder of -o: give -o") \
+    R((FLAG_offload_share), \
+      f->given[FLAG_offload] && strstr(f->offload, "optimizer") == nullptr, \
+      "--offload-share is of the optimizer's states: give --offload optimizer") \
     R((FLAG_patience), \
       f->patience > 0 && f->eval_every == 0, \
       "--patience counts validations: give --eval-every N") \

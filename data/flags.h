@@ -75,6 +75,7 @@ enum FlagIs {
     HEADING(memory, "Activation recomputation and offload") \
     F(TEXT,   recompute,     'r', "none",    0, 0, 0, "activation recomputation (activation checkpointing): none, cheap (norms), mlp, attention (and mlp), block, or K: K blocks at a time") \
     F(TEXT,   offload,       0,   "none",    0, 0, 0, "stored in host memory, comma-separated: activations (the blocks' inputs of -r block or K, but two), optimizer (master weights, moments), gradients (slices of stages 2 and 3), parameters (slices of stage 3); none") \
+    F(REAL,   offload_share, 0,   1,         0, 1, 0, "of --offload optimizer: this share is in host memory; the first units in the order of the forward stay on the device") \
     F(INT,    head_rows,     0,   0,         0, 1 << 30, SHAPES, "rows of logits that exist at a time, which the head works on in chunks; 0 = as many as fit 1 GiB on a GPU, 64 MiB on a CPU") \
     F(SWITCH, auto_,         0,   false,     0, 0, 0, "choose -z, -r, -b where not given: the fastest estimated that fits") \
     HEADING(precision, "Precision") \

@@ -462,12 +462,12 @@ static HostBytes host_bytes(const Zero* z)
         Storage storage = unit_storage(z, u);
         bool has_master = storage.master != FLOATX_DTYPE && !unit_is_fp32(z->shard, u);
         double count = (double)zero_owned(z, u).count, moment = (double)dtype_bytes(storage.moments);
-        if (has_master) all.states += count * (double)dtype_bytes(storage.master);
-        for (int k = 0; k < MAX_STATES; k++) all.states += moment * (double)zero_state_elems(z, k, u);
+        const bool states = unit_states_place(z, u) == Place::HOST;
+        if (states && has_master) all.states += count * (double)dtype_bytes(storage.master);
+        for (int k = 0; k < (states ? MAX_STATES : 0); k++) all.states += moment * (double)zero_state_elems(z, k, u);
         all.gradients += count * (double)dtype_bytes(storage.grads);
         if (unit_is_buffered(&z->param_buckets, u)) all.parameters += count * ELEM;
     }
-    if (zero_place(z, OFFLOAD_OPTIMIZER) != Place::HOST) all.states = 0;
     if (zero_place(z, OFFLOAD_GRADIENTS) != Place::HOST) all.gradients = 0;
     if (zero_place(z, OFFLOAD_PARAMETERS) != Place::HOST) all.parameters = 0;
     return all;

@@ -538,10 +538,10 @@ static void plan_run(Run* run, bool training)
     model_visits(m);
     bool* persistent = (bool*)malloc_checked(m->shard.num_units * sizeof(bool));
     model_persistent(m, persistent);
-    ZeroConfig zero = {s->stage, persistent, s->G, training, s->storage, s->offloaded, optimizer_find(f->optimizer),
-                       model_rounds_fp32(&m->shard, &m->config), f->overlap != 0, strcmp(f->reduce, "step") == 0,
-                       f->deterministic, (size_t)f->persist_below, m->visits, m->num_visits,
-                       (size_t)f->reduce_bucket, (size_t)f->gather_bucket, f->allow_nonfinite};
+    ZeroConfig zero = {s->stage, persistent, s->G, training, s->storage, s->offloaded, f->offload_share,
+                       optimizer_find(f->optimizer), model_rounds_fp32(&m->shard, &m->config), f->overlap != 0,
+                       strcmp(f->reduce, "step") == 0, f->deterministic, (size_t)f->persist_below, m->visits,
+                       m->num_visits, (size_t)f->reduce_bucket, (size_t)f->gather_bucket, f->allow_nonfinite};
     zero_plan(&run->zero, &run->plan, &m->shard, run->groups, run->num_groups, &zero);
     if (training && f->out[0]) saver_plan(&run->saver, &run->zero, &run->plan);
     free(persistent);

@@ -6,6 +6,7 @@
 #include "fit.cuh"
 #include "folder.cuh"
 #include "layout.cuh"
+#include "zero/host_memory.h"
 #include "zero/init.h"
 
 static void weights_init(Run* run)
@@ -131,6 +132,20 @@ static const char* run_prepare(Run* run, bool trains, char (&resume_path)[4096])
     return model_name;
 }
 
+/* Before any rank pins memory: is there enough for all ranks of this host? Pinned memory cannot be swapped out, so that
+ * a kernel which is short of it ends processes. */
+static void host_memory_ensure(Run* run)
+{
+    const HostMemory memory = host_memory();
+    const double mib = 1048576.0, need_bytes = (double)plan_pinned_bytes(&run->plan) * run->comm.host_num_ranks;
+    const bool is_short = need_bytes > memory.free_bytes;
+    comm_barrier(&run->comm);                        // all have looked before one allocates
+    ENSURE(!is_short, "host memory: %.1f MiB are pinned on this host, %.1f MiB (list above) by each of its %d ranks, "
+           "have %.1f MiB free (%s): lower --offload-share or offload less, leave out -o where 'states being saved' is "
+           "the most, or raise -z or the number of hosts", need_bytes / mib, plan_pinned_bytes(&run->plan) / mib,
+           run->comm.host_num_ranks, memory.free_bytes / mib, memory.limit);
+}
+
 static void run_allocate(Run* run)
 {
     size_t need_bytes = plan_bytes(&run->plan, Place::DEVICE), have_bytes = device_free_bytes(run);
@@ -140,6 +155,7 @@ static void run_allocate(Run* run)
             ladder_print(run, stderr, have_bytes);
         }
     }
+    host_memory_ensure(run);
     plan_allocate(&run->plan);
     zero_start(&run->zero);
     model_start(&run->model);

@@ -339,6 +339,8 @@ BF16 = {"enabled": True}
     ({"activation_checkpointing": {"cpu_checkpointing": True}, "zero_optimization": {
         "stage": 3, "cpu_offload": True, "offload_param": {"device": "cpu"}}},
      {"offload": "activations,optimizer,parameters"}),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
+     {"offload": "optimizer", "offload-share": "0.3"}),
 ])
 def test_storage(folder, config, want):
     """Data types of states, gradients and communication, and offload."""

@@ -217,6 +217,8 @@ ROWS = [
            "--batch 7 cannot be shared out: 2 micro-steps x 2 ranks = 4 sequences: make it a multiple"),
           "-m", "{d}/model", "-d", "{d}/data", "--batch", 7, "-g", 2),
     usage("--keep-every needs -o FOLDER to save to", "--keep-every", 2),
+    usage("--offload-share is of the optimizer's states: give --offload optimizer", "-z", 2, "--offload", "gradients",
+          "--offload-share", 0.5),
     usage("--spike-skip with --spike-deviations 0: no step is a spike; leave one of them out", "--spike-skip",
           "--spike-deviations", 0),
     usage("--initial-scale-power 4 starts the loss scale at 16, below --min-loss-scale 1000: raise it, or lower that",

@@ -13,7 +13,8 @@ import init
 import numpy as np
 import pytest
 from util import (FULL, ROOT, assert_sent_as_planned, built_devices, command, environment, gpt2_config, host_rows,
-                  in_rank_order, moments, plan_rows, ranks_of, safetensors_read, shard_write, train_gpt, weights)
+                  in_rank_order, model_write, moments, plan_rows, ranks_of, safetensors_read, shard_write, train_gpt,
+                  weights)
 
 CONFIG = gpt2_config(97, 24, 16, L=5, NH=3)
 STEPS = 20
@@ -432,6 +433,50 @@ def test_offload_to_the_end(tmp_path, device, stage, ranks, offloaded, flags):
     for saved, more in ((there, []), (here, ["--offload", offloaded])):
         rest = train_gpt("--resume", saved.checkpoint(2), *args[3:], *more, **run, out=tmp_path / f"rest{len(more)}")
         assert_bits(rest, here, first=2)
+
+
+@pytest.mark.parametrize("stage,ranks,share,flags", [
+    (0, 1, 0.3, []), (2, 1, 0.6, ["--optimizer", "muon"]), (3, 2, 0, ["--optimizer", "lion"]),
+    (1, 2, 0.5, ["-p", "bf16", "--master", "split", "--state-dtype", "bf16"]),
+    (3, 2, 0.3, ["-p", "fp16", "--fp32-tensors", "wte,ln_f"])])
+def test_offload_share(tmp_path, device, stage, ranks, share, flags):
+    """The first units' states stay on the device, at most 1 - share of them: the same bits, and each byte in one of the
+    two places; a checkpoint resumes at another share."""
+    if "-p" in flags and device == "cpu":
+        pytest.skip("the kernels of 16 bits are another's")
+    args = [*start(tmp_path, steps=4), *batch(ranks, 2), "-z", stage, *flags, "--save-every", 2, "--hash-every", 1,
+            *in_rank_order(device)]
+    run = {"ranks": ranks, "device": device}
+    here = train_gpt(*args, **run, out=tmp_path / "here")
+    shared = ["--offload", "optimizer", "--offload-share", share]
+    there = train_gpt(*args, *shared, **run, out=tmp_path / "there", EMU_SEED="5")
+    assert_bits(there, here)
+    assert there.series("state_hash") == here.series("state_hash")
+    before, device_mib, host_mib = plan_rows(here.out), plan_rows(there.out), host_rows(there.out)
+    for label in MOVED["optimizer"]:
+        if label not in before:
+            continue
+        on_device, on_host = device_mib.get(label, 0), host_mib.get(label, 0)
+        assert on_device + on_host == pytest.approx(before[label], abs=0.11)
+        assert on_host >= share * before[label] - 0.06
+        assert on_host == 0 or share > 0
+        assert on_device > 0 and on_host > 0 or share == 0 or ranks > 1     # there it may be less than 0.05 MiB
+    rest = train_gpt("--resume", there.checkpoint(2), *args[3:], "--offload", "optimizer", **run, out=tmp_path / "rest")
+    assert_bits(rest, here, first=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_host_memory_is_looked_at_first(tmp_path, ranks):
+    """0.9 TiB of states, gradients and parameters: nothing is pinned, and what to change is said."""
+    model_write(tmp_path / "model", gpt2_config(97, 1600, 16, L=2000, NH=25), {})
+    shard_write(tmp_path / "data" / "train_000000.bin", init.tokens(2000, 97, 3), 97)
+    run = train_gpt("-m", tmp_path / "model", "--from-scratch", "-d", tmp_path / "data", "-b", 1, "-n", 1, "-z", 3,
+                    "-r", "block", "--offload", "optimizer,gradients,parameters", ranks=ranks, ok=False)
+    said = re.search(r"host memory: ([\d.]+) MiB are pinned on this host, ([\d.]+) MiB \(list above\) by each of its "
+                     r"(\d) ranks, have ([\d.]+) MiB free \((MemAvailable of /proc/meminfo|/sys/fs/cgroup/.*)\)",
+                     run.complaint[0])
+    need, each, count, have = map(float, said.groups()[:4])
+    assert count == ranks and need == pytest.approx(ranks * each, rel=1e-6) and 900e3 < need and have < need
 
 
 def activations(run):

@@ -109,7 +109,7 @@ static unsigned long long zero_replica_hash(Zero* z, const Group* group)
                                   range.count, rectangle_in_line(range.first), z->compute);
         if (zero_slices_states(z)) continue;
         for (int k = 0; k < MAX_STATES; k++)
-            if (z->states[k] != nullptr)
+            if (zero_has_state(z, k))
                 state_hash_accumulate(z->hash, zero_unit_state(z, k, u), zero_state_elems(z, k, u),
                                       rectangle_in_line((STATE_FIRST + k) * shard->num_elems + range.first),
                                       z->compute);

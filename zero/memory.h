@@ -58,14 +58,33 @@ static void plan_params(Zero* z, Plan* plan)
                  z->param_buckets.buffer_elems);
 }
 
+/* The first units keep their states on the device: as many as are within their share, or with --offload none all. */
+static void states_divide(Zero* z, double offload_share)
+{
+    const Shard* s = z->shard;
+    double elems = 0, room = (1 - offload_share) * (double)(zero_slices_states(z) ? s->slice_elems : s->num_elems);
+    if (zero_place(z, OFFLOAD_OPTIMIZER) == Place::DEVICE) room = INFINITY;
+    for (int u = 0; u < s->num_units && (elems += (double)zero_owned(z, u).count) <= room; u++) z->num_device_units++;
+}
+
+/* Adds an array of `bytes`, of which device_bytes are those of the first units. */
+static void plan_tiers(Plan* plan, const char* label, Tiers* tiers, size_t device_bytes, size_t bytes)
+{
+    tiers->device_bytes = device_bytes;
+    if (device_bytes > 0) plan_add(plan, label, Place::DEVICE, &tiers->device, device_bytes);
+    if (bytes > device_bytes) plan_add(plan, label, Place::HOST, &tiers->host, bytes - device_bytes);
+}
+
 /* Master weights of the `count` elements that this rank updates, but for the fp32 units, their own masters. */
 static void plan_master(Zero* z, Plan* plan, size_t count)
 {
     Dtype master = z->storage.master;
+    size_t device_count = 0;
     count -= num_fp32_states(z);
+    for (int u = z->shard->num_fp32_units; u < z->num_device_units; u++) device_count += zero_owned(z, u).count;
     if (master != FLOATX_DTYPE)
-        plan_add(plan, master == Dtype::SPLIT ? "master weights, lower halves" : "master weights",
-                 zero_place(z, OFFLOAD_OPTIMIZER), &z->master, count * dtype_bytes(master));
+        plan_tiers(plan, master == Dtype::SPLIT ? "master weights, lower halves" : "master weights", &z->master,
+                   device_count * dtype_bytes(master), count * dtype_bytes(master));
     if (master != Dtype::FP32 || z->storage.moments != Dtype::FP32)
         plan_add(plan, "staging buffers for files", Place::HOST, &z->halves, 2 * STAGING_ELEMS);
 }
@@ -75,16 +94,18 @@ static void plan_optimizer(Zero* z, Plan* plan)
     const Shard* s = z->shard;
     z->gapped_first = (size_t*)malloc_checked(s->num_units * sizeof(size_t));
     for (int k = 0; k < MAX_STATES; k++) {
-        size_t elems = 0, num_fp32 = 0;
+        size_t elems = 0, num_fp32 = 0, device_bytes = 0;
         for (int u = 0; u < s->num_units; u++) {
             if (k == GAPPED_STATE) z->gapped_first[u] = elems;
             elems += zero_state_elems(z, k, u);
             if (unit_is_fp32(s, u)) num_fp32 = elems;
+            if (unit_states_place(z, u) == Place::DEVICE)
+                device_bytes = values_bytes(elems, z->storage.moments, num_fp32);
         }
         if (k == GAPPED_STATE) z->num_fp32_gapped = num_fp32;
         if (z->optimizer->states[k] != nullptr)
-            plan_add(plan, "optimizer states", zero_place(z, OFFLOAD_OPTIMIZER), &z->states[k],
-                     values_bytes(elems, z->storage.moments, num_fp32));
+            plan_tiers(plan, "optimizer states", &z->states[k], device_bytes,
+                       values_bytes(elems, z->storage.moments, num_fp32));
     }
     plan_phase(z, plan);
 }
@@ -116,6 +137,7 @@ static void zero_plan(Zero* z, Plan* plan, const Shard* shard, Group* groups, in
     z->training = config->training;
     z->storage = config->storage;
     z->offloaded = config->offloaded;
+    states_divide(z, config->offload_share);
     z->optimizer = config->optimizer;
     z->rounds_fp32 = config->rounds_fp32;
     z->overlap = config->overlap;

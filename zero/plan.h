@@ -35,6 +35,15 @@ static size_t plan_bytes(const Plan* p, Place place)
     return sum;
 }
 
+/* Of the host memory the part that is allocated as planned: pinned. */
+static size_t plan_pinned_bytes(const Plan* p)
+{
+    size_t sum = 0;
+    for (int i = 0; i < p->num_rows; i++)
+        if (p->rows[i].place == Place::HOST && p->rows[i].dest != nullptr) sum += p->rows[i].bytes;
+    return sum;
+}
+
 /* Bytes of all rows with the place and label of row i if row i is the first of them, else 0. */
 static size_t plan_label_bytes(const Plan* p, int i)
 {
@@ -69,9 +78,7 @@ static void plan_ensure_held(const Plan* p, const char* when)
 #ifdef DEVICE_CUDA
     (void)p; (void)when;
 #else
-    size_t pinned = 0;
-    for (int i = 0; i < p->num_rows; i++)
-        if (p->rows[i].place == Place::HOST && p->rows[i].dest != nullptr) pinned += p->rows[i].bytes;
+    const size_t pinned = plan_pinned_bytes(p);
     ENSURE(device_peak_bytes() == plan_bytes(p, Place::DEVICE),
            "device memory: %zu bytes are allocated %s, the plan has %zu: something allocates that is not in the plan",
            device_peak_bytes(), when, plan_bytes(p, Place::DEVICE));

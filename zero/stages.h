@@ -76,6 +76,7 @@ typedef struct ZeroConfig {
     bool training;              // false: no gradients and no moments
     Storage storage;
     unsigned offloaded;         // OFFLOAD_OPTIMIZER, ..., as far as this stage has them
+    double offload_share;       // of OFFLOAD_OPTIMIZER: of what this rank updates, the last units' share
     const OptimizerRow* optimizer;
     bool rounds_fp32;           // GEMMs read tensors stored in fp32
     bool overlap;
@@ -87,6 +88,13 @@ typedef struct ZeroConfig {
     size_t reduce_bucket, gather_bucket;   // elements sent together, in whole units
     bool allows_nonfinite;      // weights that are read
 } ZeroConfig;
+
+/* An array over what this rank updates of all units, in two parts: that of the first units is on the device, that of
+ * the others in host memory. Either may be all of it. */
+typedef struct Tiers {
+    char *device, *host;
+    size_t device_bytes;        // of the first part
+} Tiers;
 
 typedef struct Zero {
     Comm* comm;
@@ -123,12 +131,13 @@ typedef struct Zero {
     char* sent;                 // one bucket in the communication dtype, if it differs from the stored one
     // optimizer
     const OptimizerRow* optimizer;
-    char* states[MAX_STATES];   // (P) stage 0, (P/R) else; null: not a state of this optimizer; see zero_unit_state
+    int num_device_units;       // the states of the units before this one are on the device
+    Tiers states[MAX_STATES];   // (P) stage 0, (P/R) else; empty: not a state of this optimizer; see zero_unit_state
     size_t* gapped_first;       // (num_units) start in states[GAPPED_STATE] of what this rank updates of unit u
     size_t num_fp32_gapped;     // elements of states[GAPPED_STATE] in the fp32 units
     double *lamb_sums, *lamb_scratch;   // (num_tensors,2), in the row of Tensor.whole
     struct MuonSpace* muon;
-    char* master;               // of what this rank updates: fp32, or the lower halves; null without master weights
+    Tiers master;               // of what this rank updates: fp32, or the lower halves; empty without master weights
     double* step_sums;          // (NUM_STEP_SUMS) summed over micro-steps, then over ranks
     double* norm_scratch;
     StepState* state;
@@ -162,6 +171,13 @@ static void stream_wait(cudaStream_t to, cudaStream_t from, cudaEvent_t event, c
 static Place zero_place(const Zero* z, Offloaded part)
 {
     return (z->offloaded & part) != 0 ? Place::HOST : Place::DEVICE;
+}
+
+/* Where master weights and moments of unit u are, and an address from which their offsets in the whole array count. */
+static Place unit_states_place(const Zero* z, int u) { return u < z->num_device_units ? Place::DEVICE : Place::HOST; }
+static char* unit_tier(const Zero* z, const Tiers* tiers, int u)
+{
+    return unit_states_place(z, u) == Place::DEVICE ? tiers->device : tiers->host - tiers->device_bytes;
 }
 
 static bool zero_slices_states(const Zero* z) { return z->stage >= 1; }
@@ -258,6 +274,9 @@ static bool state_is_kept(const Zero* z, int state, const Tensor* t)
     return z->optimizer->states[k] != nullptr && !(t->hidden && k >= z->optimizer->hidden_states);
 }
 
+/* Are there states in slot k? */
+static bool zero_has_state(const Zero* z, int k) { return z->training && z->optimizer->states[k] != nullptr; }
+
 /* Number of elements in slot k that this rank updates of unit u. */
 static size_t zero_state_elems(const Zero* z, int k, int u)
 {
@@ -269,7 +288,8 @@ static size_t zero_state_elems(const Zero* z, int k, int u)
 static Values zero_unit_state(const Zero* z, int k, int u)
 {
     const bool gapped = k == GAPPED_STATE;
-    return unit_values(z, z->states[k], z->storage.moments, u, gapped ? z->gapped_first[u] : zero_state_first(z, u),
+    return unit_values(z, unit_tier(z, &z->states[k], u), z->storage.moments, u,
+                       gapped ? z->gapped_first[u] : zero_state_first(z, u),
                        gapped ? z->num_fp32_gapped : num_fp32_states(z));
 }
 
@@ -285,8 +305,9 @@ static Values zero_state(const Zero* z, int state, int u, size_t flat)
     floatX* param = zero_own_param(z, u, flat);
     offset += zero_state_first(z, u) - num_fp32_states(z);
     if (z->storage.master == FLOATX_DTYPE) return Values{param, FLOATX_DTYPE, nullptr};
-    if (z->storage.master == Dtype::SPLIT) return Values{param, Dtype::SPLIT, (unsigned short*)z->master + offset};
-    return values_of((float*)z->master + offset);
+    char* master = unit_tier(z, &z->master, u);
+    if (z->storage.master == Dtype::SPLIT) return Values{param, Dtype::SPLIT, (unsigned short*)master + offset};
+    return values_of((float*)master + offset);
 }
 
 /* The compute stream waits for communication; the time counts as such. */

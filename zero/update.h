@@ -47,11 +47,11 @@ static OptimizerRuns unit_runs(const Zero* z, int u, Range range, bool hidden_on
     return runs;
 }
 
-/* Blocks of an update. Over PCIe a few are enough, with 256 KiB under way at a time and less than 2 us until they come;
- * the multiprocessors are left to the forward beside it. */
-static size_t update_blocks(const Zero* z)
+/* Blocks of unit u's update. Over PCIe a few are enough, with 256 KiB under way at a time and less than 2 us until they
+ * come; the multiprocessors are left to the forward beside it. */
+static size_t update_blocks(const Zero* z, int u)
 {
-    return zero_place(z, OFFLOAD_OPTIMIZER) == Place::HOST ? HOST_UPDATE_BLOCKS : INT_MAX;
+    return unit_states_place(z, u) == Place::HOST ? HOST_UPDATE_BLOCKS : INT_MAX;
 }
 
 /* Applies pass R to what this rank owns of unit u, mostly in one launch. */
@@ -64,9 +64,10 @@ template <class R> static void unit_update(Zero* z, int u, OptimizerConfig confi
         floatX* param = unit_is_fp32(z->shard, u) ? nullptr : zero_own_param(z, u, first);
         OptimizerArrays arrays = {param, zero_state(z, STATE_WEIGHTS, u, first), zero_reduced_grad(z, u, first), {}};
         for (int k = 0; k < MAX_STATES; k++)
-            if (z->states[k] != nullptr)
+            if (zero_has_state(z, k))
                 arrays.states[k] = values_from(zero_unit_state(z, k, u), first - owned.first);
-        optimizer_update<R>(arrays, &runs, config, z->lamb_sums, z->state, z->update, update_blocks(z));
+        optimizer_update<R>(arrays, &runs, config, z->lamb_sums, z->state, z->update,
+                            update_blocks(z, u));
     }
 }
 
