@@ -150,7 +150,7 @@ static bool ds_type_is(const DsConfig* c, const char* path, const char* name)
 }
 
 // ----------------------------------------------------------------------------------------------------------- the rules
-/* With both of its other factors the batch says for how many ranks the file is. */
+/* With both of its other factors the batch says for how many ranks, or replicas of the model, the file is. */
 static void ds_batch(DsConfig* c, const cJSON* value)
 {
     const double micro = ds_number_or(c, "train_micro_batch_size_per_gpu", 0);
@@ -163,7 +163,7 @@ static void ds_batch(DsConfig* c, const cJSON* value)
     if (fmod(value->valuedouble, of_rank) != 0)
         ds_refuse(c, "%s is no multiple of train_micro_batch_size_per_gpu x gradient_accumulation_steps = %g x %g: "
                   "DeepSpeed refuses it as well", ds_text(value, buf), micro, steps);
-    else ds_say(c, "of %g ranks", value->valuedouble / of_rank);
+    else ds_say(c, "of %g ranks, with --tp of as many replicas", value->valuedouble / of_rank);
 }
 
 static void ds_precision(DsConfig* c, const cJSON* value, const char* name)

@@ -240,7 +240,7 @@ def test_ranks_of_the_file(tmp_path):
     """A run on another number of ranks refuses the batch: --print-config says the number."""
     run = print_config(tmp_path, {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4,
                                   "gradient_accumulation_steps": 2})
-    assert re.search(r"^  train_batch_size +of 2 ranks$", run.out, re.M)
+    assert re.search(r"^  train_batch_size +of 2 ranks, with --tp of as many replicas$", run.out, re.M)
 
 
 def test_tensor_parallel(tmp_path):
