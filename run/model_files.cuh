@@ -69,13 +69,13 @@ static void tokenizer_open_held(void* run)
 }
 
 /* Text needs it: a tokenizer that is not supported is refused before anything is loaded. Training does not: then there
- * is no sample, and the run says why. At stage 3 all ranks generate together. */
+ * is no sample, and the run says why. With --auto the stage that decides who generates is not known yet. */
 static void open_tokenizer(Run* run, bool trains)
 {
     const Flags* f = run->flags;
     const bool reads_text = f->given[FLAG_generate] || f->given[FLAG_prompts] || f->given[FLAG_choices];
     const bool samples = trains && !f->bench && run->has_val && f->sample_tokens > 0;
-    const bool is_needed = run->comm.rank == 0 || f->given[FLAG_choices] || f->zero == 3 || f->auto_;
+    const bool is_needed = f->given[FLAG_choices] || f->auto_ || f->zero == 3 || run->comm.rank < f->tp;
     if (!run->tokenizer_path[0] || !(reads_text || samples)) return;
     if (reads_text && is_needed) tokenizer_open_held(run);
     if (!samples) return;

@@ -114,23 +114,24 @@ def test_begins_once(tmp_path):
     assert answers == {i: want for i, (_, want) in enumerate(asked)}
 
 
-@pytest.mark.parametrize("ranks,stage", [(1, 0), (2, 3)])
-def test_training_needs_no_tokenizer(tmp_path, ranks, stage):
+@pytest.mark.parametrize("ranks,layout", [(1, []), (2, ["-z", 3]), (2, ["--tp", 2])])
+def test_training_needs_no_tokenizer(tmp_path, ranks, layout):
     """One that is not supported: said at the start; the run is saved with it, without a sample, and exits 0."""
     model = small_model(tmp_path / "model")
     file = json.loads(trained("first").to_str())
     (model / "tokenizer.json").write_text(json.dumps({**file, "pre_tokenizer": {"type": "Whitespace"}}))
     for part in ("train", "val"):
         shard_write(tmp_path / "data" / f"{part}_000000.bin", init.tokens(400, 1000, 1), 1000)
-    run = train_gpt("-m", model, "-d", tmp_path / "data", "-t", 8, "-b", 2, "-n", 2, "-z", stage, "--sample-tokens", 4,
+    run = train_gpt("-m", model, "-d", tmp_path / "data", "-t", 8, "-b", 2, "-n", 2, *layout, "--sample-tokens", 4,
                     out=tmp_path / "run", ranks=ranks)
     said = [line for line in run.out.splitlines() if line.startswith("sample ")]
     assert len(said) == 1 and "none: " in said[0] and 'the pre_tokenizer "Whitespace" is not supported' in said[0]
     assert (run.checkpoint(2) / "tokenizer.json").exists()
     (model / "tokenizer.json").write_text(json.dumps(file))
-    run = train_gpt("-m", model, "-d", tmp_path / "data", "-t", 8, "-b", 2, "-n", 2, "-z", stage, "--sample-tokens", 4,
+    run = train_gpt("-m", model, "-d", tmp_path / "data", "-t", 8, "-b", 2, "-n", 2, *layout, "--sample-tokens", 4,
                     out=tmp_path / "again", ranks=ranks)
     assert "sample  after the first 8 tokens" in run.out
+    assert train_gpt("-m", model, "--generate", "a b", "-t", 8, *layout, "--sample-tokens", 0, ranks=ranks).out == "a b\n"
 
 
 @pytest.mark.parametrize("ranks,stage,micro_batch,family", [(1, 0, 4, "llama"), (1, 0, 3, "gpt2"), (2, 1, 4, "gpt2"),
