@@ -1,6 +1,7 @@
 """--bench: its figures agree with each other and with formulas for the model; --profile: a trace that Perfetto opens;
 phases in the log."""
 import json
+import re
 import subprocess
 
 import init
@@ -130,6 +131,26 @@ def test_what_is_made_again(folder, tmp_path, level, again):
         assert total(j, "calls", op=op, phase="recompute") == (L - 1) * calls
     assert j["phases_ms"]["recompute"] > 0 and j["recompute"] == level
     assert total(j, "flops", phase="recompute") > 0
+
+
+@pytest.mark.parametrize("level", ["none", "attention", "2"])
+def test_window(folder, tmp_path, level):
+    """Layers 1 and 2 have a window of 5: attention costs what they see, and the plan is what a step records."""
+    (tmp_path / "window").mkdir()
+    (tmp_path / "window" / "config.json").write_text(json.dumps(llama_config(
+        V, C, T, L=L, NH=NH, F=F, model_type="qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1)))
+    (tmp_path / "data").symlink_to(folder / "data")
+    j, _ = bench(tmp_path, tmp_path, "window", "-r", level)
+    full, window = B * T * (T + 1) / 2, B * (5 * 6 / 2 + (T - 5) * 5)
+    assert total(j, "flops", op="attention_backward") == 10 * C * (full + 2 * window)
+    again = {"none": 0, "attention": full + window, "2": full + window}[level]         # not the topmost block
+    assert total(j, "flops", op="attention_forward", phase="recompute") == 4 * C * again
+    plan = train_gpt("--plan", "-m", tmp_path / "window", "-t", T, "-b", B, "-r", level, cwd=tmp_path).out
+    for op in ("attention_spans", "attention_forward", "attention_backward"):
+        rows = re.findall(rf"^  \w+ +{op} +(\d+) calls +(\S+) Gflop", plan, re.M)
+        assert total(j, "calls", op=op) == sum(int(calls) for calls, _ in rows) > 0
+        assert total(j, "flops", op=op) == pytest.approx(sum(float(gflop) for _, gflop in rows) * 1e9, rel=1e-3)
+    assert j["flops_per_token"] == 6 * j["num_params"] + 12 * C * ((full + 2 * window) / (B * T) - L / 2)
 
 
 @pytest.mark.parametrize("precision, flags", [("bf16", ["--master", "split", "--grad-dtype", "bf16"]), ("fp16", [])])
