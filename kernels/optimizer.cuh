@@ -404,7 +404,7 @@ template <class R> static void optimizer_piece_cpu(const OptimizerArrays& a, siz
 {
     constexpr unsigned STATES = STATES_READ<R>;
     float bufs[MAX_STATES + 2][VALUES_PIECE];
-    uint64_t random[VALUES_PIECE];
+    uint32_t random[2][VALUES_PIECE];                // halves of the 64 bits: lanes as wide as those of the floats
     float* p = R::READS_PARAM ? values_get(a.master, 0, n, bufs[0]) : nullptr;
     float* grad = R::READS_GRAD || R::WRITES_GRAD ? values_get(a.grad, 0, n, bufs[1]) : nullptr;
     float* states[MAX_STATES] = {};
@@ -412,20 +412,28 @@ template <class R> static void optimizer_piece_cpu(const OptimizerArrays& a, siz
         if (STATES >> k & 1) states[k] = values_get(a.states[k], 0, n, bufs[2 + k]);
     #pragma omp simd
     for (size_t i = 0; i < n; i++) optimizer_element<R>(p, grad, states, i, f);
-    random[0] = 0;
+    random[0][0] = random[1][0] = 0;
     for (size_t i = 0, in_row; i < (rounds_at_random(a) ? n : 0); i += in_row) {
         const size_t index = element_index(place, i);
         in_row = elements_in_row(place, i, n - i);
-        for (size_t k = 0; k < in_row; k++) random[i + k] = random_bits(key, index + k);
+        for (size_t k = 0; k < in_row; k++) {
+            const uint64_t bits = random_bits(key, index + k);
+            random[0][i + k] = (uint32_t)bits;
+            random[1][i + k] = (uint32_t)(bits >> 32);
+        }
     }
     if (R::WRITES_GRAD) values_put(a.grad, 0, n, grad);
-    if (R::READS_PARAM) values_put_random(a.master, 0, n, p, random, 0);
+    if (R::READS_PARAM) values_put_random(a.master, 0, n, p, random[0], 0);
     #pragma omp simd
     for (size_t i = 0; i < (R::READS_PARAM && has_copy(a) ? n : 0); i++) store_weight(a.param + i, p[i]);
     for (int k = 0; k < MAX_STATES; k++) {
         if (!(STATES >> k & 1) || !R::WRITES_STATES) continue;
-        for (size_t i = 0; i < (k < 3 ? 0 : n); i++) random[i] = state_random(random[i], k);
-        values_put_random(a.states[k], 0, n, states[k], random, state_shift(k));
+        for (size_t i = 0; i < (k < 3 ? 0 : n); i++) {
+            const uint64_t bits = state_random((uint64_t)random[1][i] << 32 | random[0][i], k);
+            random[0][i] = (uint32_t)bits;
+            random[1][i] = (uint32_t)(bits >> 32);
+        }
+        values_put_random(a.states[k], 0, n, states[k], random[state_shift(k) / 32], state_shift(k) % 32);
     }
 }
 

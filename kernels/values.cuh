@@ -114,11 +114,13 @@ HOSTDEV void value_store_random(const Values& a, size_t i, float x, uint32_t ran
 /* Loops over arrays go through pieces that stay in the L1 cache, as floats: what is FP32 is used in place. */
 static constexpr size_t VALUES_PIECE = 1024;
 
-/* n <= VALUES_PIECE elements of `a` as floats: where they are, or in buf. */
+/* n <= VALUES_PIECE elements of `a` as floats: where they are, or in buf. What is copied comes in bursts, so the next
+ * piece is fetched meanwhile. */
 static float* values_get(const Values& a, size_t first, size_t n, float* buf)
 {
     const Values from = values_from(a, first);
     if (a.dtype == Dtype::FP32) return (float*)from.at;
+    for (size_t i = n; i < 2 * n; i += 32) __builtin_prefetch((const unsigned short*)from.at + i, 0, 2);
     if (a.dtype == Dtype::BF16) vf_copy(buf, (const __nv_bfloat16*)from.at, n);
     if (a.dtype == Dtype::FP16) vf_copy(buf, (const __half*)from.at, n);
     #pragma omp simd
@@ -142,13 +144,13 @@ static void values_put(const Values& a, size_t first, size_t n, const float* x)
 }
 
 /* The same, with BF16 rounded by 16 bits of random (n) from bit `shift` on. */
-static void values_put_random(const Values& a, size_t first, size_t n, const float* x, const uint64_t* random,
+static void values_put_random(const Values& a, size_t first, size_t n, const float* x, const uint32_t* random,
                               int shift)
 {
     if (a.dtype != Dtype::BF16) { values_put(a, first, n, x); return; }
     unsigned short* to = (unsigned short*)a.at + first;
     #pragma omp simd
-    for (size_t i = 0; i < n; i++) to[i] = bf16_random_bits(x[i], (uint32_t)(random[i] >> shift));
+    for (size_t i = 0; i < n; i++) to[i] = bf16_random_bits(x[i], random[i] >> shift);
 }
 
 static void values_sum_cpu(const Values& dst, const Values& pieces, int num_pieces, size_t n, bool adds)
