@@ -95,9 +95,9 @@ static const bool has_algorithms = true;
     R((FLAG_bench_json), \
       !f->bench, \
       "--bench-json goes with --bench") \
-    R((FLAG_data, FLAG_val, FLAG_raw_tokens, FLAG_no_shuffle, FLAG_epochs, FLAG_eval_every, FLAG_eval_batches, \
-       FLAG_eval_stride, FLAG_eval_at_start, FLAG_patience, FLAG_out, FLAG_save_every, FLAG_keep, FLAG_keep_every, \
-       FLAG_keep_best, FLAG_resume, FLAG_elastic, \
+    R((FLAG_data, FLAG_val, FLAG_raw_tokens, FLAG_no_shuffle, FLAG_documents, FLAG_too_long, FLAG_epochs, \
+       FLAG_eval_every, FLAG_eval_batches, FLAG_eval_stride, FLAG_eval_at_start, FLAG_patience, FLAG_out, \
+       FLAG_save_every, FLAG_keep, FLAG_keep_every, FLAG_keep_best, FLAG_resume, FLAG_elastic, \
        FLAG_hash_every, FLAG_check_replicas, FLAG_batch_ramp, FLAG_seq_ramp), \
       f->bench, \
       "%s does not go with --bench, whose tokens are synthetic, whose steps are all alike, and which writes nothing " \

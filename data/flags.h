@@ -47,6 +47,8 @@ enum FlagIs {
     F(TEXT,   val,           'v', "",        0, 0, PATH, "validation shards, if not the val_*.bin beside the training shards") \
     F(SWITCH, raw_tokens,    0,   false,     0, 0, 0, "shards are nanoGPT's headerless uint16 .bin") \
     F(SWITCH, no_shuffle,    0,   false,     0, 0, SHAPES, "windows in file order") \
+    F(ONEOF,  documents,     0,   "auto",    "auto|joined|separate", 0, SHAPES, "windows: joined = cut from the stream of tokens; separate = whole documents, attention and positions within each; auto = separate where shards say where documents begin (conversations)") \
+    F(ONEOF,  too_long,      0,   "drop",    "drop|cut", 0, SHAPES, "separate documents longer than -t: left out, or cut into several") \
     F(INT,    seed,          's', 42,        0, INT64_MAX, 0, "seed of the initial weights, the data order and the samples") \
     HEADING(run, "The run") \
     F(TEXT,   out,           'o', "",        0, 0, PATH | START, "run folder for log and checkpoints; without it nothing is written") \

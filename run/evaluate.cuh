@@ -142,6 +142,7 @@ static void say_sample(Run* run)
         loader_seek(run->val, 0);
         loader_next(run->val, run->h_tokens, run->h_targets);
         if (run->setting.stage == 3) comm_broadcast_host(&run->comm, run->h_tokens, num_ids * sizeof(int));
+        spans_documents(&run->model.spans, &run->model.config, nullptr, 1, run->T, run->zero.compute);
         SAY("sample  after the first %d tokens of the validation text:\n", num_ids);
         JsonText heard = {};
         generate_sample(&run->model, run->flags, run->tokenizer, run->h_tokens, num_ids, &heard);

@@ -88,7 +88,16 @@ static void print_data(const Run* run, const TokenSet* set, const Loader* l)
     SAY("data    %s: %zu tokens in %zu shard%s", run->flags->data, set->num_toks, set->num_files,
         set->num_files > 1 ? "s" : "");
     if (set->num_counted < set->num_toks) SAY(", of which %zu count in the loss", set->num_counted);
-    SAY(", %zu windows of %d, %zu tokens at ends of shards unused\n", l->num_windows, run->T, l->num_tail_toks);
+    if (run->documents) {
+        SAY(", %zu documents in %zu windows of %d, %.1f %% full", l->num_docs, l->num_windows, run->T,
+            100.0 * (double)l->num_doc_inputs / ((double)l->num_windows * run->T));
+        if (l->num_long > 0)
+            SAY(", %zu longer than -t %s", l->num_long,
+                l->config.cuts ? "cut" : "left out (--too-long cut keeps them)");
+        SAY("\n");
+    } else {
+        SAY(", %zu windows of %d, %zu tokens at ends of shards unused\n", l->num_windows, run->T, l->num_tail_toks);
+    }
     for (size_t s = 0; s < set->num_sources && set->num_sources > 1; s++)
         SAY("        %.1f %% of the windows from %s, which has %zu\n",
             100.0 * (double)(l->source_mix[s + 1] - l->source_mix[s]) / LOADER_MIX, set->sources[s].name,

@@ -51,6 +51,7 @@ typedef struct Run {
     StepConfig config;
     TokenSet train_set, val_set;
     bool has_val;
+    bool documents;                // windows of whole documents
     Loader *train, *val;
     char tokenizer_path[4096];     // empty: none
     char no_tokenizer[4300];       // then why not that of the data; may be empty
@@ -71,6 +72,7 @@ typedef struct Run {
     RunLog log;
     cJSON* products;               // tune.cuh's choices, for run.json; null: none
     int *h_tokens, *h_targets;     // (STEPS_IN_FLIGHT,G,B,T) pinned: a batch never waits for the copy of another
+    int* h_positions;              // the same, with documents
     cudaEvent_t batch_copied[2];   // of evaluation, which has no step to wait for
     long step_page_faults[STEPS_IN_FLIGHT];
     size_t step_waits, result_waits;   // host synchronizations: inside steps, and for the result of the step before
@@ -256,6 +258,50 @@ static bool sources_have_val(const TokenSet* set)
     return num_have > 0;
 }
 
+/* The token that ends each document of a shard without flags: the last of what data/prepare.py lays behind a document,
+ * which meta.json beside the shard says. */
+static int end_of_document(const char* shard)
+{
+    char path[4096];
+    const char* slash = strrchr(shard, '/');
+    snprintf(path, sizeof path, "%.*smeta.json", slash != nullptr ? (int)(slash + 1 - shard) : 0, shard);
+    ENSURE(file_exists(path), "--documents separate: nothing says which token ends a document of %s: data/prepare.py "
+           "writes it into meta.json, which is not beside it; make the shards with it", shard);
+    cJSON* meta = json_parse_file(path);
+    const cJSON* ids = cJSON_GetObjectItem(cJSON_GetObjectItem(meta, "documents"), "after_ids");
+    const int num_ids = cJSON_GetArraySize(ids);
+    ENSURE(num_ids > 0, "--documents separate: %s has no documents.after_ids: nothing is between documents of %s; make "
+           "the shards again with data/prepare.py --end-of-text TOKEN", path, shard);
+    const int end_tok = cJSON_GetArrayItem(ids, num_ids - 1)->valueint;
+    cJSON_Delete(meta);
+    return end_tok;
+}
+
+/* That of all shards of a set; -1: all have flags. */
+static int end_of_documents(const TokenSet* set)
+{
+    int end_tok = -1;
+    for (size_t i = 0; i < set->num_files; i++) {
+        if (set->files[i].docs_path != nullptr) continue;
+        const int own = end_of_document(set->files[i].path);
+        ENSURE(end_tok < 0 || own == end_tok, "--documents separate: token %d ends a document of %s, and token %d one "
+               "of another shard; make them with one tokenizer", own, set->files[i].path, end_tok);
+        end_tok = own;
+    }
+    return end_tok;
+}
+
+/* Windows of whole documents have no stride and no shorter form. */
+static void documents_refuse(const Flags* f)
+{
+    if (f->seq_ramp[0])
+        die_usage("--seq-ramp with separate documents: it would use the first ones of each window alone: leave it out, "
+                  "or give --documents joined");
+    if (f->eval_stride > 0)
+        die_usage("--eval-stride with separate documents, which are whole in their windows: leave it out, or give "
+                  "--documents joined");
+}
+
 static void open_data(Run* run)
 {
     const Flags* f = run->flags;
@@ -267,6 +313,9 @@ static void open_data(Run* run)
         run->val_set = token_set_open(f->data, "val", f->raw_tokens);
         run->has_val = true;
     }
+    const char* documents = f->documents;
+    run->documents = strcmp(documents, "separate") == 0 || (strcmp(documents, "auto") == 0 && run->train_set.has_docs);
+    if (run->documents) documents_refuse(f);
     ensure_counted(&run->train_set);
     if (run->has_val) ensure_counted(&run->val_set);
 }
@@ -330,6 +379,9 @@ static void open_loaders(Run* run)
     config.V = run->model.config.V;
     config.seed = (unsigned long long)f->seed;
     config.shuffle = !f->no_shuffle;
+    config.documents = run->documents;
+    config.cuts = strcmp(f->too_long, "cut") == 0;
+    config.end_tok = run->documents ? end_of_documents(&run->train_set) : -1;
     run->train = loader_open(&config, &run->train_set);
     if (f->given[FLAG_steps]) {
         run->num_steps = (size_t)f->steps;
@@ -348,6 +400,7 @@ static void open_loaders(Run* run)
     config.G = 1;
     config.shuffle = false;
     config.whole_tail = true;
+    config.end_tok = run->documents ? end_of_documents(&run->val_set) : -1;
     config.stride = (size_t)f->eval_stride;
     if (f->eval_stride > run->T)
         die_usage("--eval-stride %lld is above -t %d: tokens between two windows would count nowhere",
@@ -532,6 +585,7 @@ static void plan_run(Run* run, bool training)
     m->seed = (unsigned long long)f->seed;
     m->given_head_rows = (int)f->head_rows;
     m->on_gpu = device_is_gpu(&run->device);
+    m->spans.documents = run->documents;
     m->offloads = (s->offloaded & OFFLOAD_ACTIVATIONS) != 0 && training;
     bool slices_grads = s->stage == 2 && training && strcmp(f->reduce, "step") != 0;
     m->chunks_vocab = (s->stage == 3 || slices_grads) && m->config.num_pieces > 1;
@@ -550,8 +604,13 @@ static void plan_run(Run* run, bool training)
     else if (!f->given[FLAG_export_]) model_plan(m, &run->plan, s->B, run->T, training);
     for (int** p : {&run->h_tokens, &run->h_targets})
         plan_add(&run->plan, "batches", Place::HOST, p, (size_t)STEPS_IN_FLIGHT * s->G * s->B * run->T);
-    size_t loader_bytes = 2 * LOADER_SLOTS * (size_t)s->B * run->T * sizeof(int);
+    if (run->documents)
+        plan_add(&run->plan, "batches", Place::HOST, &run->h_positions, (size_t)STEPS_IN_FLIGHT * s->G * s->B * run->T);
+    size_t loader_bytes = (run->documents ? 3 : 2) * LOADER_SLOTS * (size_t)s->B * run->T * sizeof(int);
     plan_add_bytes(&run->plan, "batches, prefetched", Place::HOST, loader_bytes * (run->has_val ? 2 : 1), nullptr);
+    for (const Loader* l : {run->train, run->val})
+        if (l != nullptr && run->documents)
+            plan_add_bytes(&run->plan, "list of documents", Place::HOST, loader_docs_bytes(l), nullptr);
     plan_add_bytes(&run->plan, "GEMM workspace", Place::DEVICE, matmul_workspace_bytes(), nullptr);
     for (const Group* group : {&run->groups[GROUP_ALL], &run->groups[GROUP_DATA], &run->tp_group, &run->kv_group})
         if (group == run->groups || f->tp > 1)

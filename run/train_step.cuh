@@ -13,12 +13,14 @@ static void load_batch(Run* run, Loader* loader, size_t idx, int T)
     watch_move(run->comm.watch, "a micro-batch", (size_t)run->B * run->T);
     size_t bytes = (size_t)run->B * T * sizeof(int), first = idx * run->B * run->T;
     int *h_tokens = run->h_tokens + first, *h_targets = run->h_targets + first;
-    if (loader != nullptr) loader_next(loader, h_tokens, h_targets);
+    int* h_positions = loader != nullptr && run->documents ? run->h_positions + first : nullptr;
+    if (loader != nullptr) loader_next(loader, h_tokens, h_targets, h_positions);
     OP(run->zero.compute, 0, 2.0 * bytes, run->B, T);
     for (int b = 1; b < run->B && T < run->T; b++)   // the first T of each row, rows packed
         for (int* h : {h_tokens, h_targets}) memmove(h + (size_t)b * T, h + (size_t)b * run->T, T * sizeof(int));
     CUDA_CHECK(cudaMemcpyAsync(run->model.tokens, h_tokens, bytes, cudaMemcpyHostToDevice, run->zero.compute));
     CUDA_CHECK(cudaMemcpyAsync(run->model.targets, h_targets, bytes, cudaMemcpyHostToDevice, run->zero.compute));
+    spans_documents(&run->model.spans, &run->model.config, h_positions, run->B, T, run->zero.compute);
 }
 
 /* Enqueues a step without host synchronization. Its pinned buffers are those of the step before the last, whose end

@@ -109,7 +109,7 @@ def place(tmp_path_factory):
     (place / "chat-folder" / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}")
-    (place / "chats.jsonl").write_text(40 * '{"prompt": "In the beginning", "completion": "was the word, and"}\n')
+    (place / "chats.jsonl").write_text(40 * '{"prompt": "data", "completion": "run"}\n')
     (place / "ask.jsonl").write_text('{"prompt": "In the", "max_tokens": 4}\n')
     (place / "hellaswag_val.jsonl").write_text(json.dumps({"ctx": "In the", "endings": ["a", "b"], "label": 1}) + "\n")
     (place / "ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}')

@@ -120,7 +120,7 @@ def test_u(tmp_path, device, stage, ranks, grad_accum, micro_batch):
     copies = ranks * grad_accum * micro_batch // 2
     model, data = model_z(tmp_path), shards_u(tmp_path, copies)
     run = train_gpt("-m", model, "-d", data, "-z", stage, "-b", micro_batch, "-g", grad_accum, "-n", 1, "-l", 0.1,
-                    *PLAIN, ranks=ranks, device=device, out=tmp_path / "run")
+                    "--documents", "joined", *PLAIN, ranks=ranks, device=device, out=tmp_path / "run")
     assert run.series("loss")[0] == pytest.approx(1.609438, abs=2e-6)
     assert run.series("norm")[0] == pytest.approx(0.282843, abs=2e-6)
     assert run.series("tokens")[0] == 5 * copies
@@ -135,7 +135,7 @@ def test_u_validation(tmp_path, device, stage, ranks):
     wte = np.outer(0.1 * np.arange(5), [1, 0, 0, 0]).astype(np.float32)
     model = zero_model(tmp_path / "model", V=5, C=4, T=4, wte=wte, ln_f_bias=[1])
     run = train_gpt("--eval", "-m", model, "-d", shards_u(tmp_path, 3), "-v", tmp_path / "data/train_*.bin", "-b", 1,
-                    "-z", stage, ranks=ranks, device=device)
+                    "-z", stage, "--documents", "joined", ranks=ranks, device=device)
     loss, tokens = re.search(r"val \| loss ([\d.]+) .* per token, (\d+) tokens", run.out).groups()
     assert float(loss) == pytest.approx(np.log(np.exp(wte[:, 0]).sum()) - 0.22, abs=2e-6) and tokens == "15"
 
@@ -149,7 +149,8 @@ def test_u_without_targets(tmp_path, device, stage, ranks):
     shard_write(path, tokens)
     docs_write(path, counts=[0] * (4 * ranks + 1) + [1] * (4 * ranks), begins=[0])
     run = train_gpt("-m", model_z(tmp_path), "-d", path.parent, "-v", path, "-z", stage, "-b", 1, "-n", 2, "-l", 0.1,
-                    "--save-every", 1, "--eval-every", 1, "--eval-batches", 1, *PLAIN, ranks=ranks, device=device,
+                    "--save-every", 1, "--eval-every", 1, "--eval-batches", 1, "--documents", "joined", *PLAIN,
+                    ranks=ranks, device=device,
                     out=tmp_path / "run")
     assert run.out.count("SKIPPED: no token counts") == 1 and run.out.count("loss n/a: no token counts in its") == 2
     assert [entry["tokens"] for entry in run.log] == [0, 4 * ranks]
