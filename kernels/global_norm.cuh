@@ -309,10 +309,12 @@ template <class T> static void global_norm_run(OpRun* run, Dtype dtype)
     }
     OP_RUN(run, (double)sizeof(T) * n, 0,
            global_norm_accumulate(result, scratch, Values{grad.dev, dtype, nullptr}, n, 0));
+    long double sum = truth[0];                      // 17 million equal values: double loses more than the kernel
     for (size_t i = 0; i < n; i++) {
-        truth[0] += std::isfinite(grad.f64[i]) ? grad.f64[i] * grad.f64[i] : 0.0;
+        sum += std::isfinite(grad.f64[i]) ? (long double)grad.f64[i] * grad.f64[i] : 0;
         truth[1] += !std::isfinite(grad.f64[i]);
     }
+    truth[0] = (double)sum;
     const double* ours = (const double*)op_result(run, "result");
     op_check_value(run, "sum_squares", ours[0], truth[0], 1e-12 * truth[0]);
     op_check_value(run, "num_nonfinite", ours[1], truth[1], 0.0);
