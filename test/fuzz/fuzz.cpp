@@ -48,7 +48,8 @@ static void fuzz_flags(const char* text, size_t length)
     recompute_from_flag(&run->setting, flags.recompute, 12);
     run->config = step_config(run);
     if (!std::isfinite(schedule_lr(run->config, 3))) abort();
-    batch_arithmetic(run, 3);
+    run->dp = 3;
+    batch_arithmetic(run);
     free(copy);
 }
 
@@ -65,7 +66,9 @@ static void fuzz_config(const char* text, size_t length)
     free((void*)again.hf_text);
     Shard shard;
     if (config.L <= 40) {
-        model_tensors(&shard, &config, 3, "");
+        const int ranks[1] = {3};
+        again = config;
+        model_tensors(&shard, &config, &again, ranks, 1, "");
         shard_free(&shard);
     }
     free((void*)config.hf_text);
@@ -279,13 +282,13 @@ static void back(int)
 
 static Tokenizer* byte_tokenizer()
 {
-    Tokenizer spelling = {};
-    tokenizer_init_bytes(&spelling);
+    ByteSpelling spelling;
+    byte_spelling_init(&spelling);
     JsonText t = {nullptr, 0, 0};
     json_text_add(&t, "{\"pre_tokenizer\": {\"type\": \"ByteLevel\"}, \"model\": {\"merges\": [], \"vocab\": {");
     for (int b = 0; b < 256; b++) {
         char word[3] = {};
-        tokenizer_spell_byte(&spelling, (unsigned char)b, word);
+        byte_spell(&spelling, (unsigned char)b, word);
         json_text_add(&t, b ? ", " : "");
         json_text_quote(&t, word);
         json_text_add(&t, ": %d", b);
@@ -298,11 +301,13 @@ static Tokenizer* byte_tokenizer()
 
 static void tiny_make()
 {
-    static Config config;
+    static Config config, whole;
     static Shard shard;
     static Comm comm;
+    const int ranks[1] = {1};
     if (!config_preset(&config, "d2", 256, 8)) abort();
-    model_tensors(&shard, &config, 1, "");
+    whole = config;
+    model_tensors(&shard, &config, &whole, ranks, 1, "");
     comm.num_ranks = 1;
     tiny.shard = &shard;
     tiny.comm = &comm;
