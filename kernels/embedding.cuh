@@ -101,22 +101,23 @@ template <int W> static __global__ void __launch_bounds__(EMBEDDING_BLOCK)
 embedding_backward_wpe_kernel(float* dwpe, const floatX* dout, const int* tokens, const int* positions,
                               TokenRange range, int B, int T, int C)
 {
-    const size_t t = blockIdx.x, end = positions != nullptr ? T : t + 1;
+    const int t = blockIdx.x, end = positions != nullptr ? T : t + 1;
     for (int c = threadIdx.x * W; c < C; c += blockDim.x * W) {
         float sum[W] = {}, x[W];
 #pragma unroll 4
         for (int b = 0; b < B; b++)
-            for (size_t n = b * (size_t)T + t; n < b * (size_t)T + end; n++) {
+#pragma unroll 1
+            for (int n = b * T + t; n < b * T + end; n++) {
                 const int place = tokens[n] - range.first;
-                if (place < 0 || place >= range.count || (positions != nullptr && positions[n] != (int)t)) continue;
-                load_vec(x, dout + n * C + c);
+                if (place < 0 || place >= range.count || (positions != nullptr && positions[n] != t)) continue;
+                load_vec(x, dout + (size_t)n * C + c);
 #pragma unroll
                 for (int k = 0; k < W; k++) sum[k] += x[k];
             }
-        load_vec(x, dwpe + t * C + c);
+        load_vec(x, dwpe + (size_t)t * C + c);
 #pragma unroll
         for (int k = 0; k < W; k++) x[k] += sum[k];
-        store_vec(dwpe + t * C + c, x);
+        store_vec(dwpe + (size_t)t * C + c, x);
     }
 }
 

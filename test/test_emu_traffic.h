@@ -180,7 +180,7 @@ static void traffic_elementwise(TrafficRun* run)
     out = traffic_tensor<floatX>(run, TRAFFIC_NC);
     inp = traffic_tensor<floatX>(run, TRAFFIC_NC);
     TRAFFIC(run, "dropout", 2 * TRAFFIC_NC * TRAFFIC_S,
-            dropout(out, inp, 8, TRAFFIC_NC / 8, dropout_site(1, 0, 0, 0, 0.1), nullptr));
+            dropout(out, inp, 0, TRAFFIC_NC, TRAFFIC_NC / 8, dropout_site(1, 0, 0, 0, 0.1), nullptr));
     float *sum = traffic_tensor<float>(run, TRAFFIC_NC), *term = traffic_tensor<float>(run, TRAFFIC_NC);
     TRAFFIC(run, "values_add", 12 * TRAFFIC_NC, values_add(values_of(sum), values_of(term), TRAFFIC_NC, nullptr));
     floatX* narrow = traffic_tensor<floatX>(run, TRAFFIC_NC);
@@ -210,7 +210,7 @@ static void traffic_classifier(TrafficRun* run)
 {
     const int rows = 64, VP = 2048, V = 2000;
     const size_t logits_bytes = (size_t)rows * VP * TRAFFIC_S;
-    const LogitsPiece piece = {0, V, VP, true};
+    const LogitsPiece piece = {0, V, VP, true, true};
     for (int which = 0; which < 4; which++) {
         floatX* logits = traffic_tensor<floatX>(run, (size_t)rows * VP);
         float *losses = traffic_tensor<float>(run, rows), *maxima = traffic_tensor<float>(run, rows);
