@@ -6,11 +6,11 @@
     template.render(conversation)            (text, [(begin, end) of what counts, in characters], last answer only?)
     flags_of(offsets, spans)                 of each token: does it count as a target?
 
-What counts is what the template writes for an answer behind the generation prompt, to the end of the turn. Where the
+What counts is what the template writes for an answer after the generation prompt, to the end of the turn. Where the
 template marks it ({% generation %} ... {% endgeneration %}), the marks say so. Else it is found by rendering the
 messages up to the answer, with the generation prompt, and those up to and with it: the first text must begin the
-second, and the second the whole. A template that writes old answers in another way than new ones (Qwen 3 drops
-their thinking) breaks the latter: then the last answer alone counts.
+second, and the second the whole. A template that writes earlier answers in another way than the last (Qwen 3
+drops their thinking) breaks the latter: then the last answer alone counts.
 """
 import json
 import os

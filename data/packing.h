@@ -1,7 +1,7 @@
-/* packing.h: how documents are put into windows: first-fit, each into the first window that still has room.
+/* packing.h: packs documents into windows by first-fit: each into the first window that still has room.
  *
- *   size_t W = first_fit(window_of, sizes, n, T)   window_of[i] of document i, sizes[i] from 1 to T; W windows. With
- *                                                  sizes that fall it is first-fit decreasing
+ *   size_t W = first_fit(window_of, sizes, n, T)   window_of[i] of document i, sizes[i] from 1 to T; W windows. If
+ *                                                  sizes never rise it is first-fit decreasing
  *
  * The first window with room is found in a tree of maxima, in log2(n) steps. First-fit decreasing needs at most 11/9 of
  * the least possible number of windows, and one (Johnson 1973; the constant: Dosa 2007). */

@@ -1,7 +1,8 @@
-/* attention_spans.cuh: which keys a query sees: the later ones of its document, within the window, up to itself.
+/* attention_spans.cuh: which keys a query sees: those of its document and within its window, up to itself. A mask that
+ * is causal, block-diagonal (packed documents) and banded (sliding window), as two integers for each token:
  *   first_key[b,t]  = max(t - positions[b,t], t - window + 1, 0)
  *   last_query[b,j] = the largest t with first_key[b,t] <= j
- * shapes  positions first_key last_query (B,T) int. positions count from 0 in each document; null: a sequence is one
+ * shapes  positions first_key last_query (B,T) int. positions count from 0 in each document; null: each sequence is one
  *         document. window 0: none
  * writes  first_key =, last_query =
  * needs   positions of a document in order, so that neither output ever decreases within a sequence
@@ -11,7 +12,7 @@
 #pragma once
 #include "vec.cuh"
 
-/* Both null: a query sees all keys up to itself. pairs: how many (query, key) there are in all, for flops. */
+/* Both null: a query sees all keys up to itself. pairs: how many pairs of a query and a key that it sees, for FLOPs. */
 typedef struct { int *first_key, *last_query; double pairs; } AttentionSpans;
 
 HOSTDEV int spans_first_key(const int* positions, int window, int t)
@@ -21,10 +22,10 @@ HOSTDEV int spans_first_key(const int* positions, int window, int t)
     return document > slides ? document : slides > 0 ? slides : 0;
 }
 
-/* positions are those of its sequence. */
+/* positions: of the tokens of its sequence. Bisection, since first_key never decreases. */
 HOSTDEV int spans_last_query(const int* positions, int window, int key, int T)
 {
-    int sees = key, not_known = T;                   // sees: the last query known to see it
+    int sees = key, not_known = T;                   // sees: a query that sees it; not_known: none from it on does
     while (not_known - sees > 1) {
         const int middle = sees + (not_known - sees) / 2;
         if (spans_first_key(positions, window, middle) <= key) sees = middle;
@@ -33,7 +34,7 @@ HOSTDEV int spans_last_query(const int* positions, int window, int key, int T)
     return sees;
 }
 
-/* How many keys a token at this position of its document sees, and all tokens of a document of T. */
+/* The number of keys that a token at this position of its document sees; the sum over a document of T tokens. */
 static double spans_keys(int position, int window)
 {
     return window > 0 && position >= window ? window : position + 1.0;
@@ -95,7 +96,7 @@ static OpInts spans_test_positions(OpRun* run, int B, int T, int mean)
     return positions;
 }
 
-/* dims: B, T, window, mean length of a document. From the mask itself, every pair by itself. */
+/* dims: B, T, window, mean length of a document. Compares with the mask, pair by pair. */
 static void attention_spans_test(OpRun* run)
 {
     const int B = run->dims[0], T = run->dims[1], window = run->dims[2], mean = run->dims[3];

@@ -1,10 +1,10 @@
-/* columns.cuh: some columns of a matrix to those of another, or to a matrix of their own.
+/* columns.cuh: copies some columns of a matrix to columns of another.
  *   out[r * out_stride + c] = inp[r * inp_stride + c]        0 <= r < rows, 0 <= c < cols
- * shapes  out (rows,out_stride), inp (rows,inp_stride) floatX, each from the first of its columns on
- * writes  out =, in these columns alone
+ * shapes  out (rows,out_stride), inp (rows,inp_stride) floatX; the pointers are to the first column that is copied
+ * writes  out =, these columns only
  * needs   cols <= both strides; out and inp do not overlap
  * exact   a copy
- * cost    two sizes of what is copied, judged against memory bandwidth */
+ * cost    2*rows*cols*sizeof(floatX) bytes, judged against memory bandwidth */
 #pragma once
 #include "vec.cuh"
 
@@ -20,7 +20,7 @@ static void columns_copy_cpu(floatX* out, size_t out_stride, const floatX* inp, 
 
 static constexpr int COLUMNS_BLOCK = 256;
 
-/* One vector of W a thread. */
+/* Each thread copies W elements, one vector. */
 template <int W> static __global__ void __launch_bounds__(COLUMNS_BLOCK)
 columns_copy_kernel(floatX* out, size_t out_stride, const floatX* inp, size_t inp_stride, int rows, int cols)
 {

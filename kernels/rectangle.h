@@ -1,16 +1,16 @@
-/* rectangle.h: which elements of a whole matrix a part of it has. Random numbers and hashes of an element go by its
- * index in the whole, so that they do not depend on how the matrix is cut and among how many ranks. */
+/* rectangle.h: which elements of a whole matrix a part of it has (tensor parallelism). Random numbers and hashes of an
+ * element use its index in the whole, so that they do not depend on how the matrix is split and over how many ranks. */
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include "hostdev.h"
 
-/* Rows of `cols` elements, of which one begins every `stride` elements of the whole: a rectangle of a matrix, or the
- * same rectangle of several matrices side by side. The part begins `skip` elements after `first`, counted in its own
- * rows. cols == stride: the elements follow one another in the whole, and skip is 0. */
+/* A rectangle of a row-major matrix, or the same rectangle of several matrices side by side: rows of `cols` elements,
+ * the first from element `first` of the whole on, the next `stride` elements later, and so on. The part has these from
+ * the element `skip` of the first row on. cols == stride: the part is contiguous in the whole, and skip is 0. */
 struct Rectangle { size_t first, skip, cols, stride; };
 
-/* An element of the part: its index in the whole, and how many more follow it there in line. */
+/* An element of the part: its index in the whole, and how many elements of the part directly follow it there. */
 struct Element { size_t index, num_more; };
 
 HOSTDEV Element element_at(const Rectangle& r, size_t i)
@@ -31,15 +31,15 @@ HOSTDEV void element_next(const Rectangle& r, Element* e)
 /* Element i of the part is this element of the whole. */
 HOSTDEV size_t element_index(const Rectangle& r, size_t i) { return element_at(r, i).index; }
 
-/* How many of `count` elements from i on follow one another in the whole. */
+/* How many of `count` elements from i on are contiguous in the whole. */
 static inline size_t elements_in_row(const Rectangle& r, size_t i, size_t count)
 {
     const size_t num_more = element_at(r, i).num_more;
     return num_more < count ? num_more + 1 : count;
 }
 
-/* The part from its element i on. With i < 0 it begins with -i elements of whatever is before it, as padding is: they
- * have indices that mean nothing. */
+/* The part from its element i on. With i < 0 it begins with -i elements that are not of the matrix (padding): their
+ * indices mean nothing. */
 static inline Rectangle rectangle_from(Rectangle r, ptrdiff_t i)
 {
     const size_t rows_before = i < 0 ? ((size_t)-i + r.cols - 1) / r.cols : 0;

@@ -1,6 +1,6 @@
-/* spans.cuh: which keys the queries of a micro-batch see (kernels/attention_spans.cuh), in layers without a window and
- * in those with it, and where positions begin anew: a sequence may hold several documents. Where all layers of a kind
- * see all keys up to the query there are no arrays, and attention is plain causal. */
+/* spans.cuh: which keys the queries of a micro-batch see (kernels/attention_spans.cuh), in layers without and with a
+ * sliding window, and the positions of tokens where a sequence holds several documents. Layers in which a query sees
+ * all keys up to itself have no arrays: their attention is plain causal. */
 #pragma once
 #include "kernels/attention_spans.cuh"
 #include "shapes.cuh"
@@ -20,7 +20,7 @@ static int num_sliding_layers(const Config* c)
     return num_sliding;
 }
 
-/* Is there a layer, without or with the window, in whose sequences of T tokens a query does not see all keys? */
+/* Is there a layer, without or with the window, in which a query of T tokens does not see all keys before it? */
 static bool spans_needed(const Config* c, bool slides, bool documents, int T)
 {
     const int num_sliding = num_sliding_layers(c);
@@ -37,7 +37,7 @@ static void spans_plan(Spans* s, const Config* c, Plan* plan, int B, int T)
                 plan_add(plan, "keys that a query sees", Place::DEVICE, p, N);
 }
 
-/* Says which documents the micro-batch (B,T) consists of: h_positions (B,T), pinned, are the positions of its tokens in
+/* Sets the documents of the micro-batch (B,T): h_positions (B,T), pinned, are the positions of its tokens in
  * their documents, from 0 on without a gap. Null: each sequence is one document. Holds until the next call; the copy
  * is enqueued like that of the tokens. */
 static void spans_documents(Spans* s, const Config* c, const int* h_positions, int B, int T, cudaStream_t stream)

@@ -1,17 +1,18 @@
-/* layout.cuh: which ranks do what. A replica of the model is `tp` neighbouring ranks (--tp, tensor parallelism); rank
- * t + tp * d is part t of replica d:
+/* layout.cuh: the ranks as a grid of replicas (data parallelism, ZeRO) and parts (tensor parallelism, --tp). A replica
+ * of the model is `tp` neighbouring ranks; rank t + tp * d is part t of replica d:
  *
  *      --tp 2, 6 ranks        replica 0   replica 1   replica 2
- *      part 0                 rank 0      rank 2      rank 4       they share what part 0 has (GROUP_DATA): ZeRO over 3
+ *      part 0                 rank 0      rank 2      rank 4       a row shards what part 0 has: GROUP_DATA, 3 ranks
  *      part 1                 rank 1      rank 3      rank 5
- *                             exchange activations (tp_group)
+ *                             a column exchanges activations: tp_group
  *
- * What all ranks have whole, such as norms, is shared by all six (GROUP_ALL).
- *   layout_choose    what --tp allows, before anything is planned     layout_connect   the groups' communicators */
+ * What all ranks have whole, such as norms, is sharded over all six: GROUP_ALL.
+ *   layout_choose    checks --tp and sets the groups' sizes, before anything is planned
+ *   layout_connect   makes the groups' communicators */
 #pragma once
 #include "run.cuh"
 
-/* Refuses what --tp does not divide, and what is not there with it. */
+/* Refuses a --tp that does not divide what it must, and flags that do not work with it. */
 static void layout_refuse(const Run* run)
 {
     const Flags* f = run->flags;
@@ -30,7 +31,7 @@ static void layout_refuse(const Run* run)
         die_usage("--tune does not go with --tp %d yet: it measures the GEMMs of one rank: leave out one of them", tp);
 }
 
-/* Each rank of a replica has its part of the rows of a micro-step: of every length that --seq-ramp has. */
+/* Each rank of a replica has an equal part of the rows of a micro-step, at every length of --seq-ramp. */
 static void layout_refuse_rows(const Run* run)
 {
     const Flags* f = run->flags;
@@ -44,7 +45,7 @@ static void layout_refuse_rows(const Run* run)
                   tp, B);
 }
 
-/* A group of which the plan knows the size alone, until it is connected. */
+/* A group without a communicator, for the plan: layout_connect makes that. */
 static Group group_planned(Run* run, int rank, int num_ranks)
 {
     Group g;
@@ -71,7 +72,7 @@ static void layout_choose(Run* run)
     run->kv_group = group_planned(run, part % m->config.kv_ranks, m->config.kv_ranks);
 }
 
-/* A replica over two hosts sends activations over the network in every block: says how to keep it on one. */
+/* A replica on two hosts sends activations over the network in every block: a warning says how to keep it on one. */
 static void layout_say_hosts(Run* run)
 {
     char host[64] = "", first[64];

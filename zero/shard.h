@@ -10,20 +10,19 @@
  *      | tensor a  | tensor b |pad|            | tensor c |  tensor d   | pad |
  *      | slice 0 | slice 1 | slice 2 |         | slice 0  | slice 1 | slice 2 |
  *
- * So each element of what a rank has of the parameters is owned by one rank of its unit's group, and a sum over the
- * slices of all ranks counts it once, whatever the groups are. A rank's slices of all units also follow one another in
- * buffers of their own, at unit.packed_first. Padding is always 0: its gradient is never written, and it is in no norm
- * and no file.
+ * So each element of the parameters is owned by exactly one rank, and a sum over the slices of all ranks counts it
+ * once, whatever the groups are. A rank's slices of all units are also contiguous in buffers of their own, from
+ * unit.packed_first on. Padding is always 0: its gradient is never written, and it is in no norm and no file.
  *
  * Tensors stored in fp32 (--fp32-tensors), and those of another group than the rest of their unit (apart), form units
  * of their own, one for each group that has any, before all others; the units that the caller has numbered from 0
  * follow, and may be empty.
  *
- * A Tensor is a rectangle of the file's tensor: all of it, or some rows or columns, where ranks share it (tensor_cut);
- * of a tensor of several blocks side by side the same of each. Random numbers and hashes go by the place in the whole
- * (tensor_rectangle), so that they are the same however it is cut. All ranks list the same tensors in the same order
- * with the same groups, and each element of the whole is in the tensor of one group: what is cut among ranks has the
- * group of those with the same part, what all of them have whole the group of all.
+ * A Tensor is a rectangle of the tensor in the file: all of it or, with tensor parallelism, some of its rows or columns
+ * (tensor_cut). Of a tensor that joins several blocks (q, k and v) it is the same rectangle of each. Random numbers and
+ * hashes use the index in the whole tensor (tensor_rectangle), so that they are the same however it is cut. All ranks
+ * list the same tensors in the same order with the same groups. A tensor that is cut has the group of the ranks with
+ * the same part, one that is not cut the group of all ranks: so each element belongs to one group.
  *
  * A tensor too large for one unit is cut into pieces: each is a Tensor with the name of the whole, some of its rows and
  * a unit of its own; they follow one another. Only the unit of the last piece has padding, so that all pieces together
@@ -85,11 +84,11 @@ typedef struct Shard {
 
 static inline size_t tensor_elems(const Tensor* t) { return t->shape[0] * t->shape[1]; }
 
-/* Of a tensor that this rank has in pieces one alone; true of one that is not cut, too. */
+/* True of one piece of each tensor: of its first, or of a tensor that is not in pieces. */
 static inline bool tensor_is_first_piece(const Shard* s, int t_idx) { return s->tensors[t_idx].whole == t_idx; }
 
-/* Makes of a whole tensor part `part` of num_parts equal ones: of its rows if dim is 0, of its columns if 1. Of a
- * tensor of several blocks the part of each. The same arguments on all ranks but for `part`. */
+/* Makes a whole tensor part `part` of num_parts equal parts: of its rows if dim is 0, of its columns if dim is 1. Of a
+ * tensor that joins several blocks it takes the part of each. All ranks pass the same arguments but for `part`. */
 static void tensor_cut(Tensor* t, int dim, size_t part, size_t num_parts)
 {
     const size_t num_blocks = dim == t->num_dims - 1 ? t->num_fused : 1, n = t->shape[dim] / num_blocks / num_parts;
@@ -100,7 +99,7 @@ static void tensor_cut(Tensor* t, int dim, size_t part, size_t num_parts)
     if (dim == 0) t->padded_rows = t->shape[0];
 }
 
-/* The elements of tensor t from `flat` of the flat space on, in the whole tensor as in the file. */
+/* Where the elements of tensor t, from `flat` of the flat space on, are in the whole tensor, as in the file. */
 static inline Rectangle tensor_rectangle(const Tensor* t, size_t flat)
 {
     const size_t num_blocks = t->num_fused, first = t->file_first_row * t->file_cols + t->file_first_col;
@@ -112,7 +111,7 @@ static inline Rectangle tensor_rectangle(const Tensor* t, size_t flat)
                           (ptrdiff_t)(flat - t->first));
 }
 
-/* The same among all parameters, as in the files. */
+/* The same, with indices that count all parameters, as in the files. */
 static inline Rectangle tensor_logical(const Tensor* t, size_t flat)
 {
     Rectangle place = tensor_rectangle(t, flat);
@@ -136,7 +135,7 @@ static void tensors_move(Tensor* sorted, int* n, int* num_units, const Tensor* t
     }
 }
 
-/* Tensors in fp32, then those apart, to the front; the others in order behind them, in the model's units. */
+/* Moves tensors in fp32, then those apart, to the front; the others follow in order, in the model's units. */
 static void tensors_part(Shard* s, int num_groups)
 {
     const int num_tensors = s->num_tensors;
@@ -165,7 +164,7 @@ static void unit_set_group(Unit* unit, const Tensor* tensors, const int* group_r
                tensors[unit->first_tensor].name, tensors[t].name, unit->group, tensors[t].group);
 }
 
-/* Is the part inside the whole? One without rows is nowhere. */
+/* Is the part inside the whole? One without rows always is. */
 static void tensor_check(const Tensor* t)
 {
     const int last = t->num_dims - 1;
