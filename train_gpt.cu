@@ -29,7 +29,7 @@
 #else
 #define RUN_ALL ISA_NAME(run_all_fp32)
 #endif
-void RUN_ALL(const Flags* f, Comm* comm);
+void RUN_ALL(Flags* f, Comm* comm);
 
 /* --verbose: the communication volume of rank 0, and of each of its groups. */
 static void say_sent(Run* run)
@@ -114,7 +114,7 @@ static void train(Run* run)
 
 // ----------------------------------------------------------------------------------------------------------- a run
 /* A run from its flags to its end, in this file's precision. */
-void RUN_ALL(const Flags* f, Comm* comm)
+void RUN_ALL(Flags* f, Comm* comm)
 {
     Run run_ = {}, *run = &run_;
     run->flags = f;
@@ -176,7 +176,7 @@ void RUN_ALL(const Flags* f, Comm* comm)
 
 #ifdef PREC_MAIN
 /* The precisions in this binary, PREC of the Makefile or this one alone, each for every instruction set. */
-typedef void RunAll(const Flags* f, Comm* comm);
+typedef void RunAll(Flags* f, Comm* comm);
 #define ISA(isa) RunAll run_all_fp32_##isa, run_all_bf16_##isa, run_all_fp16_##isa;
 ISAS
 #undef ISA

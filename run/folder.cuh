@@ -270,10 +270,30 @@ static void resume_steps(Run* run, size_t step, size_t position, size_t global_b
     run->config = step_config(run);
 }
 
-/* The same before the checkpoint is loaded, so that what is printed at the start is so. */
+/* Without -l a resumed run keeps its learning rate: the default goes by what -m named when it began. */
+static void resume_lr(Run* run, double lr)
+{
+    if (run->flags->given[FLAG_lr] || lr <= 0) return;
+    run->flags->lr = lr;
+    rates_apply(&run->model.shard, run->flags);
+    run->config = step_config(run);
+}
+
+/* That of a state.json; 0 if it has none. */
+static double state_lr(const cJSON* state)
+{
+    const cJSON* line;
+    cJSON_ArrayForEach(line, cJSON_GetObjectItemCaseSensitive(state, "flags"))
+        if (cJSON_IsString(line) && strncmp(line->valuestring, "lr=", 3) == 0)
+            return strtod(line->valuestring + 3, nullptr);
+    return 0;
+}
+
+/* What the checkpoint decides, before it is loaded, so that what is printed at the start is so. */
 static void resume_foresee(Run* run, const char* folder)
 {
     size_t from[3] = {};
+    double lr = 0;
     char path[4200];
     snprintf(path, sizeof path, "%s/state.json", folder);
     if (run->comm.rank == 0) {
@@ -281,9 +301,12 @@ static void resume_foresee(Run* run, const char* folder)
         from[0] = (size_t)json_int(j, "step", 0, JSON_MAX_INT, path);
         from[1] = (size_t)json_int(j, "position_windows", 0, JSON_MAX_INT, path);
         from[2] = (size_t)json_int(j, "global_batch", 1, JSON_MAX_INT, path);
+        lr = state_lr(j);
         cJSON_Delete(j);
     }
     comm_broadcast_host(&run->comm, from, sizeof from);
+    comm_broadcast_host(&run->comm, &lr, sizeof lr);
+    resume_lr(run, lr);
     resume_steps(run, from[0], from[1], from[2]);
 }
 

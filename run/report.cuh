@@ -144,7 +144,7 @@ static void print_start(Run* run, const char* model_name)
         (schedule_find(f->schedule)->traits & WARMS_UP_ALL) == 0)
         SAY("warm-up %zu steps are more than the run has: the learning rate gets to %.3g of the peak %.3g\n",
             (size_t)run->config.warmup_steps, schedule_lr(run->config, run->num_steps - 1), run->config.peak_lr);
-    if (tunes_weights(f) && !f->given[FLAG_lr])
+    if (tunes_weights(f) && !f->given[FLAG_lr] && run->first_step == 0)
         SAY("        lr %.3g since -m names weights, which that for new ones would undo: -l takes another\n", f->lr);
     if (run->comm.rank == 0) rates_print(f, stdout);
     if (f->fp32_tensors[0])

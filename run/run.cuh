@@ -36,7 +36,7 @@ typedef struct Setting {
 } Setting;
 
 typedef struct Run {
-    const Flags* flags;
+    Flags* flags;
     Comm comm;
     int dp, replica;               // replicas of the model, --tp ranks each, and that of this rank: layout.cuh
     Group groups[2];               // that share parameters: GROUP_ALL and, with --tp, GROUP_DATA

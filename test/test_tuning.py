@@ -40,6 +40,15 @@ def test_rate(folder, tmp_path, flags, lr, said):
     assert "the same" in again.out or "equal" in again.out
 
 
+@pytest.mark.parametrize("first, then, lr", [([], [], 2e-5), (["-l", 1e-3], [], 1e-3), ([], ["-l", 1e-4], 1e-4)],
+                         ids=["default", "kept", "given"])
+def test_rate_of_a_resume(folder, tmp_path, first, then, lr):
+    """Neither -m nor -l is needed again: the default for new weights would undo what has been learned."""
+    tune(folder, tmp_path, "-n", 1, *ARGS, *first)
+    run = train_gpt("-d", folder / "data", "-n", 2, "--resume", "auto", *ARGS, *then, out=tmp_path)
+    assert run.series("lr")[-1] == lr and f"lr {lr:.3g} " in run.out and "since -m names" not in run.out
+
+
 def test_eval_at_start(folder, tmp_path):
     run = tune(folder, tmp_path, "-n", 2, "--eval-at-start", *ARGS)
     assert [entry["step"] for entry in run.log if "val_loss" in entry] == [0, 2]
