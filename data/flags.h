@@ -47,7 +47,7 @@ enum FlagIs {
     F(TEXT,   val,           'v', "",        0, 0, PATH, "validation shards, if not the val_*.bin beside the training shards") \
     F(SWITCH, raw_tokens,    0,   false,     0, 0, 0, "shards are nanoGPT's headerless uint16 .bin") \
     F(SWITCH, no_shuffle,    0,   false,     0, 0, SHAPES, "windows in file order") \
-    F(ONEOF,  documents,     0,   "auto",    "auto|joined|separate", 0, SHAPES, "windows: joined = cut from the stream of tokens; separate = whole documents, attention and positions within each; auto = separate where shards say where documents begin (conversations)") \
+    F(ONEOF,  documents,     0,   "auto",    "auto|joined|separate", 0, SHAPES, "packing of windows: joined = cut from the stream of tokens; separate = whole documents, attention and positions within each; auto = separate where shards say where documents begin (conversations)") \
     F(ONEOF,  too_long,      0,   "drop",    "drop|cut", 0, SHAPES, "separate documents longer than -t: left out, or cut into several") \
     F(INT,    seed,          's', 42,        0, INT64_MAX, 0, "seed of the initial weights, the data order and the samples") \
     HEADING(run, "The run") \
@@ -63,23 +63,23 @@ enum FlagIs {
     F(INT,    grad_accum,    'g', 1,         1, 1 << 20, 0, "micro-steps per optimizer step") \
     F(INT,    batch,         0,   0,         1, 1 << 30, 0, "global batch in sequences; -b or -g may then be left out") \
     F(INT,    seq_len,       't', 0,         1, 1 << 24, 0, "tokens per sequence (default: the model's context, at most 1024)") \
-    F(TEXT,   batch_ramp,    0,   "",        0, 0, SHAPES, "FROM:STEPS: the global batch grows from FROM sequences over the first steps, by whole micro-steps") \
-    F(TEXT,   seq_ramp,      0,   "",        0, 0, SHAPES, "FROM:STEPS: of each sequence the first FROM tokens are used, growing over the first steps by 8") \
+    F(TEXT,   batch_ramp,    0,   "",        0, 0, SHAPES, "batch size warm-up, FROM:STEPS: the global batch grows from FROM sequences over the first steps, by whole micro-steps") \
+    F(TEXT,   seq_ramp,      0,   "",        0, 0, SHAPES, "sequence length warm-up, FROM:STEPS: of each sequence the first FROM tokens are used, growing over the first steps by 8") \
     HEADING(zero, "ZeRO and communication") \
     F(INT,    zero,          'z', 0,         0, 3, 0, "ZeRO stage: 0 nothing sharded, 1 optimizer states, 2 and gradients, 3 and parameters") \
-    F(INT,    tp,            0,   1,         1, 1024, 0, "tensor parallelism: so many neighbouring ranks share each matrix of a replica of the model; ZeRO shards over the replicas") \
+    F(INT,    tp,            0,   1,         1, 1024, 0, "tensor parallelism: each matrix is split over this many neighbouring ranks, which are a replica of the model; ZeRO shards over the replicas") \
     F(INT,    persist_below, 0,   0,         0, INT64_MAX, 0, "stage 3: units (blocks) of fewer elements keep their parameters whole (parameter persistence)") \
     F(INT,    reduce_bucket, 0,   0,         0, INT64_MAX, 0, "gradients are reduced in buckets of whole units of at most so many elements; 0 = unit by unit") \
     F(INT,    gather_bucket, 0,   0,         0, INT64_MAX, 0, "parameters are all-gathered in buckets of whole units of at most so many elements; 0 = unit by unit") \
     F(ONEOF,  reduce,        0,   "micro",   "micro|step", 0, 0, "stages 2 and 3: gradients are reduce-scattered in every micro-step, or accumulated whole and sent once a step") \
-    F(INT,    overlap,       0,   1,         0, 1, 0, "1: communication overlaps computation; 0: both on one stream") \
+    F(INT,    overlap,       0,   1,         0, 1, 0, "1: communication and the update overlap computation; 0: all on one stream") \
     F(SWITCH, deterministic, 0,   false,     0, 0, 0, "sum gradients in rank order: the bits do not depend on NCCL") \
     HEADING(memory, "Activation recomputation and offload") \
     F(TEXT,   recompute,     'r', "none",    0, 0, 0, "activation recomputation (activation checkpointing): none, cheap (norms), mlp, attention (and mlp), block, or K: K blocks at a time") \
     F(TEXT,   offload,       0,   "none",    0, 0, 0, "stored in host memory, comma-separated: activations (the blocks' inputs of -r block or K, but two), optimizer (master weights, moments), gradients (slices of stages 2 and 3), parameters (slices of stage 3); none") \
     F(REAL,   offload_share, 0,   1,         0, 1, 0, "of --offload optimizer: this share is in host memory; the first units in the order of the forward stay on the device") \
     F(INT,    head_rows,     0,   0,         0, 1 << 30, SHAPES, "rows of logits that exist at a time, which the head works on in chunks; 0 = as many as fit 1 GiB on a GPU, 64 MiB on a CPU") \
-    F(SWITCH, auto_,         0,   false,     0, 0, 0, "choose -z, -r, -b where not given: the fastest estimated that fits") \
+    F(SWITCH, auto_,         0,   false,     0, 0, 0, "choose -z, -r, -b and --offload where not given (not --tp): the fastest estimated that fits") \
     HEADING(precision, "Precision") \
     F(ONEOF,  precision,     'p', "fp32",    "fp32|bf16|fp16", 0, SHAPES, "data type of parameters and activations (mixed precision: the optimizer keeps master weights)") \
     F(ONEOF,  master,        0,   "fp32",    "fp32|split|none", 0, SHAPES, "bf16: the master weights: fp32; split = the bf16 weight and the 16 bits below it, exactly the fp32 value; none = the bf16 weight alone, with stochastic rounding") \
@@ -99,7 +99,7 @@ enum FlagIs {
     F(REAL,   beta1,         0,   0.9,       0, 0.999999, SHAPES, "first moment decay") \
     F(REAL,   beta2,         0,   0.95,      0, 0.999999, SHAPES, "second moment decay (lion: 0.99 if not given)") \
     F(REAL,   eps,           0,   1e-8,      0, 1, SHAPES, "added to the root of the second moment") \
-    F(REAL,   weight_decay,  0,   0.1,       0, 100, SHAPES, "decay of tensors with two axes (if not given adam, sgd, adagrad: 0, lamb: 0.01)") \
+    F(REAL,   weight_decay,  0,   0.1,       0, 100, SHAPES, "decay of 2-D tensors (if not given adam, sgd, adagrad: 0, lamb: 0.01)") \
     F(REAL,   momentum,      0,   -1,       -1, 0.999999, SHAPES, "sgd, muon: decay of the momentum; -1 = 0.9, 0.95") \
     F(REAL,   dampening,     0,   0,         0, 1, SHAPES, "sgd: the gradient's share that does not enter the momentum") \
     F(SWITCH, nesterov,      0,   false,     0, 0, SHAPES, "sgd: Nesterov momentum") \
