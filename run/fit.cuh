@@ -44,12 +44,12 @@ __attribute__((weak)) size_t ISA_NAME(device_bytes_bf16)(const Run* run, Setting
 size_t ISA_NAME(device_bytes_bf16)(const Run* run, Setting s) { return setting_estimate(run, s).device_bytes; }
 #endif
 
-/* The next smaller micro-batch with the same global batch. */
-static bool lower_micro_batch(Setting* s)
+/* The next smaller micro-batch with the same global batch, and rows that --tp divides. */
+static bool lower_micro_batch(const Run* run, Setting* s)
 {
     int per_rank = s->B * s->G;
     for (int B = s->B - 1; B >= 1; B--) {
-        if (per_rank % B != 0) continue;
+        if (per_rank % B != 0 || !rows_divide(run, B)) continue;
         s->B = B;
         s->G = per_rank / B;
         return true;
@@ -92,7 +92,7 @@ static bool rung_next(const Run* run, Setting* s)
     }
     if (s->stage < 3 && run->comm.num_ranks > 1) { s->stage++; return true; }
     if (s->recompute != Recompute::BLOCKS) { s->recompute = (Recompute)((int)s->recompute + 1); return true; }
-    if (lower_micro_batch(s)) return true;
+    if (lower_micro_batch(run, s)) return true;
     for (unsigned part : {OFFLOAD_OPTIMIZER, OFFLOAD_ACTIVATIONS, OFFLOAD_GRADIENTS, OFFLOAD_PARAMETERS}) {
         Setting lower = *s;
         lower.offloaded |= part;
@@ -156,7 +156,7 @@ static void setting_choose(Run* run, size_t have_bytes)
                     Estimate e = setting_estimate(run, s);   // ties: the simplest
                     double cost = e.step_s * (1 + 1e-4 * s.G) + 1e-9 * (stage + level + offloaded);
                     if (e.device_bytes <= have_bytes && cost < best_s) { best_s = cost; best = s; }
-                } while (!f->given[FLAG_micro_batch] && lower_micro_batch(&s));
+                } while (!f->given[FLAG_micro_batch] && lower_micro_batch(run, &s));
             }
         }
     }

@@ -112,6 +112,13 @@ static bool path_exists(const char* folder, const char* name, char (&path)[4096]
     return file_exists(path);
 }
 
+/* Can the ranks of a replica share out the rows of a micro-step of B sequences, of every length that --seq-ramp has? */
+static bool rows_divide(const Run* run, int B)
+{
+    const long long unit = run->flags->seq_ramp[0] ? 8 : run->T;
+    return (long long)B * run->T % run->flags->tp == 0 && B * unit % run->flags->tp == 0;
+}
+
 /* "ranks", or with --tp "replicas", of run->dp. */
 static const char* replicas_word(const Run* run) { return run->flags->tp > 1 ? "replicas" : "ranks"; }
 
