@@ -528,9 +528,9 @@ static void generate(Model* m, Decoder* decoder, const Flags* f, const Tokenizer
     if (f->given[FLAG_prompts]) {
         lines = lines_open(f->prompts);
         g.input = &lines;
-        ENSURE(lines.fd > 0 || (m->zero->stage < 3 && m->config.tp == 1) || m->zero->comm->num_ranks == 1,
-               "--prompts -: %s every rank reads the prompts: give a file",
-               m->config.tp > 1 ? "with --tp" : "at stage 3");
+        ENSURE((lines.fd > 0 && file_kind(f->prompts) == S_IFREG) || m->zero->comm->num_ranks == 1 ||
+               (m->zero->stage < 3 && m->config.tp == 1), "--prompts %s: %s every rank reads the prompts: give a file",
+               f->prompts, m->config.tp > 1 ? "with --tp" : "at stage 3");
     } else {
         size_t num_ids;
         int* ids = ids_from_text(&g, f->generate, Prefix::ONCE, "--generate", &num_ids);
