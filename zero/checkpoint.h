@@ -218,9 +218,11 @@ static SafeTensors* optimizer_plan(const Zero* z, const char* path)
     size_t count = (size_t)s->num_tensors * MAX_STATES, num_kept = 0;
     SafeTensor* list = (SafeTensor*)malloc_checked(count * sizeof *list);
     char (*names)[STATE_NAME_BYTES] = (char (*)[STATE_NAME_BYTES])malloc_checked(count * STATE_NAME_BYTES);
-    for (int i = 0; i < s->num_tensors; i++) {
-        const Tensor* t = &s->tensors[i];
-        for (int state = STATE_FIRST; state < NUM_STATES && tensor_is_first_piece(s, i); state++) {
+    int* order = (int*)malloc_checked(s->num_tensors * sizeof(int));
+    const int num_whole = tensors_in_order(s, order);
+    for (int i = 0; i < num_whole; i++) {
+        const Tensor* t = &s->tensors[order[i]];
+        for (int state = STATE_FIRST; state < NUM_STATES; state++) {
             if (!state_is_kept(z, state, t)) continue;
             state_name(names[num_kept], z, t, state);
             list[num_kept] = tensor_in_file(t, names[num_kept], SafeDtype::F32);
@@ -228,6 +230,7 @@ static SafeTensors* optimizer_plan(const Zero* z, const char* path)
         }
     }
     SafeTensors* files = safetensors_plan(path, list, num_kept, MAX_FILE_BYTES);
+    free(order);
     free(list);
     free(names);
     return files;

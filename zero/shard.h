@@ -87,6 +87,21 @@ static inline size_t tensor_elems(const Tensor* t) { return t->shape[0] * t->sha
 /* True of one piece of each tensor: of its first, or of a tensor that is not in pieces. */
 static inline bool tensor_is_first_piece(const Shard* s, int t_idx) { return s->tensors[t_idx].whole == t_idx; }
 
+/* The tensors, of one in pieces the first, in the order of the model, which neither the units nor the groups change
+ * -> order (num_tensors). Returns how many. */
+static inline int tensors_in_order(const Shard* s, int* order)
+{
+    int n = 0;
+    for (int t = 0; t < s->num_tensors; t++) {
+        if (!tensor_is_first_piece(s, t)) continue;
+        int at = n++;
+        for (; at > 0 && s->tensors[order[at - 1]].logical_first > s->tensors[t].logical_first; at--)
+            order[at] = order[at - 1];
+        order[at] = t;
+    }
+    return n;
+}
+
 /* Makes a whole tensor part `part` of num_parts equal parts: of its rows if dim is 0, of its columns if dim is 1. Of a
  * tensor that joins several blocks it takes the part of each. All ranks pass the same arguments but for `part`. */
 static void tensor_cut(Tensor* t, int dim, size_t part, size_t num_parts)

@@ -355,10 +355,12 @@ static SafeDtype weights_dtype(const char* name)
 static SafeTensors* weights_plan(const Shard* s, const char* path, SafeDtype dtype, size_t max_file_bytes)
 {
     SafeTensor* list = (SafeTensor*)malloc_checked(s->num_tensors * sizeof *list);
-    size_t count = 0;
-    for (int t = 0; t < s->num_tensors; t++)
-        if (tensor_is_first_piece(s, t)) list[count++] = tensor_in_file(&s->tensors[t], s->tensors[t].name, dtype);
+    int* order = (int*)malloc_checked(s->num_tensors * sizeof(int));
+    const int count = tensors_in_order(s, order);
+    for (int i = 0; i < count; i++)
+        list[i] = tensor_in_file(&s->tensors[order[i]], s->tensors[order[i]].name, dtype);
     SafeTensors* files = safetensors_plan(path, list, count, max_file_bytes);
+    free(order);
     free(list);
     return files;
 }
