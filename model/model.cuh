@@ -323,11 +323,11 @@ static floatX* model_param(const Model* m, int unit, int row)
     return t == nullptr ? nullptr : m->zero->unit_params[t->unit] + tensor_offset(m, t);
 }
 
-/* The fp32 tensor itself if it is stored in fp32, else null. */
+/* The fp32 tensor itself if it is stored in fp32, else null. The flat space begins with the units of those. */
 static const float* model_param_fp32(const Model* m, int unit, int row)
 {
     const Tensor* t = unit_tensor(&m->shard, unit, row);
-    return t == nullptr || !t->fp32 ? nullptr : m->zero->fp32_params + tensor_offset(m, t);
+    return t == nullptr || !t->fp32 ? nullptr : m->zero->fp32_params + t->first;
 }
 
 /* The gradient of tensor `row` in the buffer that zero_gradient_begin gave for its unit. */
