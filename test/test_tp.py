@@ -127,15 +127,16 @@ def test_with(tmp_path, one_rank, name, flags):
 
 
 def test_initial_weights(tmp_path):
-    """The same bytes however the tensors are cut."""
+    """The same bytes, in the same files, however the tensors are cut."""
     for name in ("gpt2", "odd", "qwen3"):
         files = []
         for tp, dp in ((1, 1), (4, 1), (2, 2)):
             folder = tmp_path / f"{name}{tp}{dp}"
             args = start(tmp_path / name, name)[:3]
-            train_gpt(*args, "--tp", tp, "-z", dp, "--export", folder, ranks=tp * dp, OMP_NUM_THREADS="1")
-            files.append((folder / "model.safetensors").read_bytes())
-        assert files[0] == files[1] == files[2], name
+            train_gpt(*args, "--tp", tp, "-z", dp, "--export", folder, "--shard-bytes", 30000, ranks=tp * dp,
+                      OMP_NUM_THREADS="1")
+            files.append({file.name: file.read_bytes() for file in folder.glob("model*")})
+        assert files[0] == files[1] == files[2] and len(files[0]) > 2, name
 
 
 def test_checkpoints_of_other_layouts(tmp_path):
@@ -178,6 +179,16 @@ def test_16_bits(tmp_path, one_rank, precision):
                     out=tmp_path / "run", OMP_NUM_THREADS="1")
     ours = np.array(run.series("loss"))
     assert np.abs(ours - truth).max() <= 2 * np.abs(plain - truth).max() + 2.0**-23 * truth.max()
+
+
+def test_fp32_tensors(tmp_path, one_rank):
+    """Those that all ranks have and those of which each has a part are in units of their own."""
+    flags = ["-p", "bf16", "--fp32-tensors", "norm,embed_tokens"]
+    run = train_gpt(*start(tmp_path, "llama4"), *layout(2, 2), "-z", 1, *flags, ranks=4, out=tmp_path / "run",
+                    OMP_NUM_THREADS="1")
+    one = one_rank("cpu", "llama4", *flags)
+    assert run.series("loss") == pytest.approx(one.series("loss"), rel=2e-4)
+    assert run.series("norm")[0] == pytest.approx(one.series("norm")[0], rel=2e-3)
 
 
 def test_skipped_steps(tmp_path, one_rank):
@@ -278,6 +289,15 @@ def test_plan_of_each_rank(tmp_path, tp):
     run = train_gpt(*args, ranks=tp, OMP_NUM_THREADS="1")
     rows = [re.search(r"device memory per rank\n(.*?)host memory", r.out, re.S)[1] for r in (plan, run)]
     assert rows[0] == rows[1] and "activations of tensor parallelism" in rows[0]
+
+
+def test_micro_batches_tried(tmp_path):
+    """What --auto and the advice of a run that does not fit try has rows that --tp divides."""
+    args = start(tmp_path, "gpt2", 1)
+    args[args.index("-t") + 1] = T - 1
+    out = train_gpt(*args, "--tp", 2, "-b", 4, "--plan", "--ranks", 2, "--device-mb", 1, OMP_NUM_THREADS="1").out
+    tried = [int(b) for b in re.findall(r"^  -z \d -r \S+ +-b (\d+)", out, re.M)]
+    assert 2 in tried and not any(b * (T - 1) % 2 for b in tried), out
 
 
 def test_lost_rank(tmp_path):
