@@ -14,10 +14,11 @@ drops their thinking) breaks the latter: then the last answer alone counts.
 """
 import json
 import os
+import re
 import time
 from dataclasses import dataclass
 
-from sources import JSON_KINDS, Refused, decode, read_whole
+from sources import JSON_KINDS, Refused, checked_text, decode, read_whole
 from vocabulary import json_beside
 
 BEGIN, END = "\ufdd0", "\ufdd1"          # marks in the rendered text: noncharacters, which no text should have
@@ -44,7 +45,7 @@ def sharegpt_format(record, where):
         return turns
     messages = []
     for turn in turns:
-        role = SHAREGPT_ROLES.get(turn.get("from"))
+        role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn.get("from"), str) else None
         if role is None or not isinstance(turn.get("value"), str):
             raise Refused(f'{where}: a turn is from {turn.get("from")!r}, with the value {turn.get("value")!r:.40}; '
                           f"known are {', '.join(SHAREGPT_ROLES)}, with a text")
@@ -101,6 +102,7 @@ def content_of(message, where):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise Refused(f"{where}: a message's content is {JSON_KINDS.get(type(content), 'missing')}, a text is needed")
+    checked_text(content or "", where)
     if content and (BEGIN in content or END in content):
         raise Refused(f"{where}: a message has the noncharacter U+FDD0 or U+FDD1; leave it out")
     return content
@@ -165,7 +167,7 @@ def template_of(path, file):
     own = os.path.join(folder or "", "chat_template.jinja")
     text = config.get("chat_template")
     if isinstance(text, list):           # several, by name
-        text = {entry.get("name"): entry.get("template") for entry in text}.get("default")
+        text = {entry.get("name"): entry.get("template") for entry in text if isinstance(entry, dict)}.get("default")
     if file is not None or folder is not None and os.path.isfile(own):
         text = decode([read_whole(file or own)], file or own)
     if not isinstance(text, str):
@@ -224,10 +226,14 @@ class Template:
     def text(self, c, end, prompt=False):
         """Of the first `end` messages, marks in it; with the generation prompt behind them."""
         try:
-            return self.template.render(messages=c.messages[:end], tools=c.tools, documents=None,
+            text = self.template.render(messages=c.messages[:end], tools=c.tools, documents=None,
                                         add_generation_prompt=prompt, **self.tokens)
         except Exception as error:       # the template's own words, or its mistake in handling this conversation
             raise Refused(f"{c.where}: the chat template {self.name} refuses the conversation: {error}") from None
+        if re.fullmatch(f"[^{BEGIN}{END}]*({BEGIN}[^{BEGIN}{END}]*{END}[^{BEGIN}{END}]*)*", text) is None:
+            raise Refused(f"{c.where}: the chat template {self.name} cuts what is between {{% generation %}} and "
+                          f"{{% endgeneration %}}, or has one within the other: give another with --chat-template FILE")
+        return checked_text(text, c.where)
 
     def render(self, c):
         whole, marks = cut_marks(self.text(c, len(c.messages)))
@@ -276,9 +282,12 @@ def cut_marks(text):
 
 
 def flags_of(offsets, spans):
-    """1 for each token that has characters of a span, else 0. Both are in order."""
-    flags, at = bytearray(len(offsets)), 0
+    """1 for each token that has characters of a span, else 0. Both are in order. Some tokenizers (trim_offsets) give a
+    token of spaces alone an empty place at their end: its characters are those behind the token before."""
+    flags, at, before = bytearray(len(offsets)), 0, 0
     for i, (begin, end) in enumerate(offsets):
+        begin = min(begin, before) if begin == end else begin
+        before = end
         while at < len(spans) and spans[at][1] <= begin:
             at += 1
         flags[i] = at < len(spans) and begin < end and spans[at][0] < end

@@ -387,6 +387,9 @@ class ShardWriter:
             os.fsync(file.fileno())
 
     def total(self):
+        if not self.state["closed"]:     # of conversations, of which none is left
+            raise Refused(f"{self.out}: no answer of the {self.part} part counts, so that nothing is left of it; give "
+                          f"more conversations, or another --val-share")
         sums = [sum(column) for column in zip(*self.state["closed"])]
         return {"bytes": sums[1], "words": sums[2], "tokens": sums[0], "documents": self.state["documents"],
                 "shards": len(self.state["closed"]), **({"answers": self.state["tally"]} if Work.template else {})}
@@ -439,7 +442,8 @@ def old_shards(out, kind="bin"):
 def give_names(progress):
     """The last step: every file gets its name, meta.json last. It can be killed and done again at any moment."""
     out, names = progress.out, progress.state["names"]
-    for path in old_shards(out) + old_shards(out, "docs"):
+    template = glob.glob(os.path.join(glob.escape(out), "chat_template.jinja"))
+    for path in old_shards(out) + old_shards(out, "docs") + template:
         if os.path.basename(path) not in names:
             os.remove(path)
     for name in names:
@@ -722,7 +726,8 @@ def write_parts(progress, sources, args):
     kinds = ("docs", "bin") if Work.template else ("bin",)     # a shard has its name last: it is never without .docs
     shards = [f"{part}_{i:06d}.{kind}" for part in reversed(names) for i in range(len(state["parts"][part]["closed"]))
               for kind in kinds]
-    state["names"] = shards + ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "meta.json"]
+    template = ["chat_template.jinja"] if Work.template else []
+    state["names"] = shards + ["tokenizer.json", "tokenizer_config.json", *template, "meta.json"]
     progress.save()
 
 

@@ -44,9 +44,12 @@ def json_beside(folder, name):
     """The object of a JSON file; empty if there is none."""
     path = os.path.join(folder, name)
     try:
-        return json.loads(read_whole(path)) if os.path.isfile(path) else {}
+        value = json.loads(read_whole(path)) if os.path.isfile(path) else {}
     except ValueError as error:
         raise Refused(f"{path}: is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise Refused(f"{path}: is no JSON object")
+    return value
 
 
 def tokenizer_load(path):

@@ -116,6 +116,13 @@ def test_date_is_one():
     assert template.text(chat.conversation_of({"prompt": "a", "completion": "b"}, "line"), 2) == "01 Jan 1971a"
 
 
+def test_spaces_without_a_place():
+    """With trim_offsets a token of spaces alone has an empty place; it counts as its neighbours do."""
+    offsets = [(0, 1), (2, 2), (2, 4), (5, 5), (6, 6), (6, 8)]                   # "a bc  de", a token for each space
+    assert list(chat.flags_of(offsets, [(2, 8)])) == [0, 0, 1, 1, 1, 1]
+    assert list(chat.flags_of(offsets, [(0, 4)])) == [1, 1, 1, 0, 0, 0]
+
+
 QUESTION, ANSWER = {"role": "user", "content": "Why?\nBecause"}, {"role": "assistant", "content": "Of it."}
 
 
@@ -154,7 +161,9 @@ REFUSED = [
     ({"messages": [QUESTION, ANSWER], "tools": "no"}, "\"tools\" must be a list"),
     ({"conversations": [{"from": "nobody", "value": "a"}]}, "from 'nobody'"),
     ({"instruction": 3, "output": "a"}, "must be texts"), ({"question": "a"}, "it has: question"),
-    ({"messages": [QUESTION, {**ANSWER, "content": "\ufdd0"}]}, "noncharacter")]
+    ({"messages": [QUESTION, {**ANSWER, "content": "\ufdd0"}]}, "noncharacter"),
+    ({"conversations": [{"from": ["human"], "value": "a"}]}, "from ['human']"),
+    ({"messages": [QUESTION, {**ANSWER, "content": "\ud800"}]}, "half of a surrogate pair")]
 
 
 @pytest.mark.parametrize("record, words", REFUSED, ids=[words for _, words in REFUSED])
@@ -169,6 +178,13 @@ def test_template_that_cannot_be_split():
     template = chat.Template(text, {}, "it", 0)
     with pytest.raises(prepare.Refused, match="line: the chat template it writes the last answer .*generation %}"):
         template.render(chat.conversation_of({"prompt": "a", "completion": "b"}, "line"))
+
+
+@pytest.mark.parametrize("text", ["{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}",
+                                  "{% set x %}{% generation %}abc{% endgeneration %}{% endset %}{{ x[:2] }}"])
+def test_broken_marks(text):
+    with pytest.raises(prepare.Refused, match="line: the chat template it cuts what is between .*generation %}"):
+        chat.Template(text, {}, "it", 0).render(chat.conversation_of({"prompt": "a", "completion": "b"}, "line"))
 
 
 def run_prepare(*arguments, code=0):
@@ -240,7 +256,15 @@ def test_said_and_refused(folder, tmp_path):
     (tmp_path / "mixed.jsonl").write_text(chats.read_text() + '{"text": "a text"}\n')
     said = run_prepare(tmp_path / "mixed.jsonl", "--tokenizer", model, "--out", tmp_path / "a", code=1)
     assert "mixed.jsonl: line 42: is no conversation (it has: text)" in said
+    (tmp_path / "none.jsonl").write_text((json.dumps({"messages": [QUESTION, {**ANSWER, "weight": 0}]}) + "\n") * 2)
+    said = run_prepare(tmp_path / "none.jsonl", "--tokenizer", model, "--out", tmp_path / "none", "--val-share", 0.5,
+                       code=1)
+    assert "no answer of the train part counts" in said
     (tmp_path / "text.jsonl").write_text('{"text": "a text"}\n')
     said = run_prepare(tmp_path / "text.jsonl", "--tokenizer", model, "--chat-template", "x", "--out", tmp_path / "a",
                        code=1)
     assert "--chat-template is for conversations" in said
+    run_prepare(chats, "--tokenizer", model, "--out", tmp_path / "b")
+    (tmp_path / "text.txt").write_text("a text\n" * 100)
+    run_prepare(tmp_path / "text.txt", "--out", tmp_path / "b", "--tokenizer", model, "--force")
+    assert not list((tmp_path / "b").glob("*.docs")) and not (tmp_path / "b/chat_template.jinja").exists()
