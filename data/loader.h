@@ -362,7 +362,7 @@ static inline void documents_find(DocumentList* list, Loader* l, size_t file_idx
     unsigned char* flags = (unsigned char*)toks;
     int fd = loader_file(l, file_idx, has_flags);
     ENSURE(fd >= 0, "%s", l->error);
-    size_t begin = 0, num_begun = 0;
+    size_t begin = 0, num_begun = 0, num_counted = 0;
     for (size_t done = 0, count; done < file->num_toks; done += count) {
         count = file->num_toks - done < DOCUMENTS_READ_TOKS ? file->num_toks - done : DOCUMENTS_READ_TOKS;
         bool read = has_flags ? token_docs_read(file, fd, done, count, flags, l->error)
@@ -373,6 +373,7 @@ static inline void documents_find(DocumentList* list, Loader* l, size_t file_idx
             const bool ends = !has_flags && toks[i] == l->config.end_tok;
             const size_t border = done + i + ends;
             num_begun += begins;
+            num_counted += has_flags && (flags[i] & TOKEN_COUNTS) != 0;
             if ((!begins && !ends) || border == begin) continue;
             documents_add(list, &l->config, file_idx, begin, border);
             begin = border;
@@ -381,6 +382,8 @@ static inline void documents_find(DocumentList* list, Loader* l, size_t file_idx
     if (begin < file->num_toks) documents_add(list, &l->config, file_idx, begin, file->num_toks);
     ENSURE(!has_flags || num_begun == file->num_docs, "%s: %zu tokens begin a document, its header (byte 16) says %zu; "
            "make the shard again with data/prepare.py", file->docs_path, num_begun, file->num_docs);
+    ENSURE(!has_flags || num_counted == file->num_counted, "%s: %zu tokens count, its header (byte 24) says %zu; make "
+           "the shard again with data/prepare.py", file->docs_path, num_counted, file->num_counted);
     free(toks);
 }
 
@@ -442,22 +445,19 @@ static inline void loader_pack(Loader* l)
     }
 }
 
-/* Shares in thousandths, the rounding left to the last of the largest. */
+/* Shares in thousandths: where each set begins and ends among them is rounded, so that each is off by one at most. */
 static inline void loader_mix_shares(Loader* l)
 {
     const TokenSet* set = l->set;
-    size_t sum = 0, largest = 0;
+    double sum = 0;
     for (size_t s = 0; s < set->num_sources; s++) {
-        const size_t part = (size_t)(set->sources[s].share * LOADER_MIX + 0.5);
-        ENSURE(part > 0, "%s: the share of %s is below a thousandth: raise it, or leave the set out", l->config.flag,
-               set->sources[s].name);
-        sum += l->source_mix[s + 1] = part;
-        if (part >= l->source_mix[largest + 1]) largest = s;
+        sum += set->sources[s].share;
+        l->source_mix[s + 1] = (size_t)(sum * LOADER_MIX + 0.5);
+        ENSURE(l->source_mix[s + 1] > l->source_mix[s], "%s: the share of %s is below a thousandth: raise it, or leave "
+               "the set out", l->config.flag, set->sources[s].name);
         ENSURE(l->source_window[s + 1] > l->source_window[s], "%s: %s has no window of --seq-len %zu; give more data, "
                "or leave the set out", l->config.flag, set->sources[s].name, l->config.T);
     }
-    l->source_mix[largest + 1] += LOADER_MIX - sum;
-    for (size_t s = 0; s < set->num_sources; s++) l->source_mix[s + 1] += l->source_mix[s];
 }
 
 /* Host memory that documents take, in bytes. */

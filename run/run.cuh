@@ -309,6 +309,18 @@ static void documents_refuse(const Flags* f)
                   "--documents joined");
 }
 
+/* Are the windows of whole documents? auto: where the shards say where they begin, all of them or none. */
+static bool documents_are_separate(const Flags* f, const TokenSet* set)
+{
+    if (strcmp(f->documents, "auto") != 0) return strcmp(f->documents, "separate") == 0;
+    const TokenFile *with = nullptr, *without = nullptr;
+    for (size_t i = 0; i < set->num_files; i++)
+        (set->files[i].docs_path != nullptr ? with : without) = &set->files[i];
+    ENSURE(with == nullptr || without == nullptr, "%s is of conversations, and %s has no .docs beside it: bring it "
+           "back if it is lost, or say --documents separate or joined", with->path, without->path);
+    return with != nullptr;
+}
+
 static void open_data(Run* run)
 {
     const Flags* f = run->flags;
@@ -320,8 +332,7 @@ static void open_data(Run* run)
         run->val_set = token_set_open(f->data, "val", f->raw_tokens);
         run->has_val = true;
     }
-    const char* documents = f->documents;
-    run->documents = strcmp(documents, "separate") == 0 || (strcmp(documents, "auto") == 0 && run->train_set.has_docs);
+    run->documents = documents_are_separate(f, &run->train_set);
     if (run->documents) documents_refuse(f);
     ensure_counted(&run->train_set);
     if (run->has_val) ensure_counted(&run->val_set);

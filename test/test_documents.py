@@ -96,6 +96,17 @@ def test_text_with_end_tokens(folder, tmp_path):
     assert "12 documents in 4 windows of 48" in train_gpt(*args).out
 
 
+def test_flags_lost(folder, tmp_path):
+    """A shard whose flags are lost would be trained on whole, questions too."""
+    tokens = init.tokens(sum(LENGTHS), V, 5)
+    for k in range(2):
+        shard_write(tmp_path / f"train_{k:06d}.bin", tokens, V)
+    docs_write(tmp_path / "train_000000.bin", np.ones(len(tokens)), [0])
+    args = ["-m", folder / "gpt2", "-d", tmp_path, "-t", 16, "-b", 1, "-n", 1, *QUIET]
+    assert "train_000001.bin has no .docs beside it" in train_gpt(*args, ok=False).complaint[0]
+    train_gpt(*args, "--documents", "joined")
+
+
 @pytest.mark.parametrize("flags, words", [(["--seq-ramp", "8:4"], "--seq-ramp with separate documents"),
                                           (["--eval-stride", 4], "--eval-stride with separate documents")])
 def test_refused(folder, flags, words):

@@ -69,6 +69,13 @@ def test_repeat(folder, tmp_path):
     assert "from " in train_gpt("--repeat", tmp_path, cwd=tmp_path).out
 
 
+def test_many_sets(folder):
+    """Of 60 equal shares each is 16 or 17 thousandths, whatever the sum of their roundings."""
+    out = train_gpt("-m", folder / "model", "-d", ",".join(["1:1"] * 60), "-t", T, "--plan", cwd=folder).out
+    shares = [float(share) for share in re.findall(r"([\d.]+) % of the windows from", out)]
+    assert len(shares) == 60 and sum(shares) == pytest.approx(100) and set(shares) == {1.6, 1.7}
+
+
 @pytest.mark.parametrize("data, words", [
     (["0:1", "9:1"], "9: no file of this name"), (["0:1", "1:0.0001"], "the share of 1 is below a thousandth"),
     (["0:1", "1"], "no file of this name")])
