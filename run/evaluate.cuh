@@ -99,13 +99,13 @@ static void evaluate_and_say(Run* run)
     EvalResult r = evaluate(run);
     run->val_due = r.ended;
     if (run->val_due) return;
-    run->best.num_since++;
-    if (r.num_tokens > 0 && r.loss < run->best.loss) run->best = Best{r.loss, run->step, 0};
     if (r.num_tokens == 0) {
         ENSURE(!run->flags->eval, "--eval: no token counts in the windows of -t %d that --eval-batches leaves", run->T);
         SAY("val  %zu/%zu | loss n/a: no token counts in its windows\n", run->step, run->num_steps);
         return;
     }
+    run->best.num_since++;
+    if (r.loss < run->best.loss) run->best = Best{r.loss, run->step, 0};
     double bits = 0;
     if (run->val_set.text_bytes > 0)
         bits = r.loss / M_LN2 * (double)run->val_set.num_toks / (double)run->val_set.text_bytes;

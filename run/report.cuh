@@ -83,6 +83,13 @@ static void print_zero(Run* run)
             "same memory\n", run->comm.host_num_ranks);
 }
 
+static void print_long_documents(const Run* run, const Loader* l)
+{
+    if (l->num_long == 0) return;
+    SAY(", %zu documents longer than -t %s", l->num_long,
+        l->config.cuts ? "cut" : "left out (--too-long cut keeps them)");
+}
+
 static void print_data(const Run* run, const TokenSet* set, const Loader* l)
 {
     SAY("data    %s: %zu tokens in %zu shard%s", run->flags->data, set->num_toks, set->num_files,
@@ -91,9 +98,7 @@ static void print_data(const Run* run, const TokenSet* set, const Loader* l)
     if (run->documents) {
         SAY(", %zu documents in %zu windows of %d, %.1f %% full", l->num_docs, l->num_windows, run->T,
             100.0 * (double)l->num_doc_inputs / ((double)l->num_windows * run->T));
-        if (l->num_long > 0)
-            SAY(", %zu longer than -t %s", l->num_long,
-                l->config.cuts ? "cut" : "left out (--too-long cut keeps them)");
+        print_long_documents(run, l);
         SAY("\n");
     } else {
         SAY(", %zu windows of %d, %zu tokens at ends of shards unused\n", l->num_windows, run->T, l->num_tail_toks);
@@ -124,7 +129,11 @@ static void print_start(Run* run, const char* model_name)
     if (f->bench) SAY("data    synthetic tokens\n");
     else if (run->train == nullptr) SAY("data    none in %s\n", f->data);   // --plan needs no data
     else print_data(run, &run->train_set, run->train);
-    if (run->has_val) SAY("val     %zu tokens in %zu windows\n", run->val_set.num_toks, run->val->num_windows);
+    if (run->has_val) {
+        SAY("val     %zu tokens in %zu windows", run->val_set.num_toks, run->val->num_windows);
+        print_long_documents(run, run->val);
+        SAY("\n");
+    }
     SAY("batch   %zu sequences = %d per micro-step x %d micro-steps x %d %s | %zu tokens per step\n",
         run->global_batch, run->B, run->G, run->dp, replicas_word(run), run->global_batch * run->T);
     if (f->tp > 1)

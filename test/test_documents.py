@@ -73,8 +73,8 @@ def test_resume(folder, tmp_path, device):
     assert part.series("loss") == pytest.approx(whole.series("loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize("too_long, said", [("drop", "8 documents in .* 4 longer than -t left out"),
-                                            ("cut", "16 documents in .* 4 longer than -t cut")])
+@pytest.mark.parametrize("too_long, said", [("drop", "8 documents in .* 4 documents longer than -t left out"),
+                                            ("cut", "16 documents in .* 4 documents longer than -t cut")])
 def test_too_long(folder, tmp_path, too_long, said):
     run, _ = step(folder, "gpt2", tmp_path, "-t", 15, "-b", 1, "--too-long", too_long)
     assert re.search(said, run.out)
