@@ -165,7 +165,9 @@ static FirstNonFinite point_name(Run* run, int point)
 static FirstNonFinite first_nonfinite(Run* run, size_t step, int slot)
 {
     if (!std::isfinite(run->zero.h_state[slot].loss)) return point_name(run, first_point(run, step, slot));
-    FirstNonFinite first = {"the loss", is_fp16() ? "lower -l, or take -p bf16" : "lower -l, or check the data"};
+    const char* advice = !is_fp16() ? "lower -l, or check the data" : run->flags->loss_scale > 0
+        ? "leave out --loss-scale, or take -p bf16" : "lower -l or --min-loss-scale, or take -p bf16";
+    FirstNonFinite first = {"the loss", advice};
     const int t = zero_last_nonfinite(&run->zero, slot);
     if (t >= 0) snprintf(first.what, sizeof first.what, "the gradient of %s", run->model.shard.tensors[t].name);
     return first;

@@ -165,7 +165,7 @@ def test_head_rows_of_a_chunked_vocabulary(tmp_path):
 # not updated.
 RECORDED = [(family, 1, [*flags, "-p", "bf16"]) for family, _, flags in RUNS] + [
     ("gpt2", 1, ["-g", 2, "--dropout", 0.1]), ("gpt2", 2, ["-z", 2, "-g", 2, "--optimizer", "lamb"]),
-    ("llama", 2, ["-z", 3, "-r", 2]), ("llama", 1, ["-r", "cheap", "--optimizer", "adagrad"]),
+    ("llama", 2, ["-z", 3, "-r", 2]), ("window", 1, ["-r", "cheap", "--optimizer", "adagrad"]),
     ("arcee", 1, ["-r", "mlp"]), ("arcee", 2, ["-z", 1, "-r", "attention", "--optimizer", "muon"]),
     ("gelu", 1, ["-r", "cheap", "-p", "bf16", "--fp32-tensors", "wte"]),
     ("untied", 2, ["-z", 3, "-p", "bf16", "-g", 2, "--optimizer", "lion"]),
@@ -184,6 +184,8 @@ def recorded_models(V):
     small = dict(L=L, NH=NH)
     return {"gpt2": gpt2_config(V, C, T, **small), "gelu": gpt2_config(V, C, T, activation_function="gelu", **small),
             "llama": llama_config(V, C, T, F=F_LLAMA, num_key_value_heads=2, **small),
+            "window": llama_config(V, C, T, F=F_LLAMA, model_type="mistral", sliding_window=T // 3,
+                                   num_key_value_heads=2, **small),
             "untied": llama_config(16 * V, C, T, F=F_LLAMA, **small),      # its vocabulary is chunked at stage 3
             "qwen3": llama_config(V, C, T, F=F_LLAMA, model_type="qwen3", num_key_value_heads=2, head_dim=32, **small),
             "arcee": llama_config(V, C, T, F=F_LLAMA, model_type="arcee", hidden_act="relu2", mlp_bias=True, **small)}

@@ -77,4 +77,5 @@ def test_config_is_said(flags, device):
     (folder / "named").mkdir(exist_ok=True)
     (folder / "named" / "config.json").write_text(json.dumps({**config, "resid_pdrop": 0.1}))
     run = train_gpt("-m", folder / "named", *flags[2:], "-b", 1, "-n", 1, device=device)
-    assert "/config.json has 0.1, --dropout 0.1 turns it on" in run.out
+    assert "dropout none: transformers takes 0.1 for " in run.out
+    assert "/config.json, --dropout 0.1 turns it on" in run.out
