@@ -275,7 +275,7 @@ static inline char* piece_marked(const SplitStep* step, const Piece* piece, size
 {
     const char* text = piece->text;
     const size_t space = step->space != nullptr ? strlen(step->space) : 0;
-    const bool begins_with_it = (step->marks && text[0] == ' ') ||
+    const bool begins_with_it = (step->marks && text[0] == ' ') || space == 0 ||
                                 (piece->length >= space && memcmp(text, step->space, space) == 0);
     const bool may_put = step->space_before == SpaceBefore::ALWAYS ||
                          (step->space_before == SpaceBefore::FIRST && piece->first);
