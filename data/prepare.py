@@ -161,7 +161,7 @@ def sizes_of_block(block):
                 raise Refused(f"{unit.name}: document {unit.at} or one soon after it has the id {largest}, the "
                               f"tokenizer's vocabulary has {Work.vocab_size}; give the tokenizer that made the ids")
         if unit.kind == "chat":
-            for _, document in documents:                      # what the template refuses is said now
+            for _, document in documents:                      # a refusal of the template comes before any shard
                 Work.template.render(conversation_of(*document))
         sizes.append((file, sum(size_of(document) for _, document in documents), largest))
     return sizes
@@ -234,7 +234,7 @@ def without_marks(ids):
 # ---------------------------------------------------------------- how large, and where the validation part begins
 
 def measure(sources, workers):
-    """(bytes or ids of each source, largest id). Every file is read once: what is wrong in it is said now."""
+    """(bytes or ids of each source, largest id). Every file is read once: faults in it are reported first."""
     sizes, largest = [0] * len(sources), 0
     if sources[0].kind == "text":
         for i, source in enumerate(sources):

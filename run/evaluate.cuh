@@ -50,7 +50,7 @@ static void say_set(Run* run, const char* name, EvalResult r)
     log_end(log);
 }
 
-/* Of the whole validation set; of a mixture the loss of each set is said, and the mean is of the tokens of all. */
+/* Of the whole validation set; of a mixture the loss of each set is printed, and the mean is of the tokens of all. */
 static EvalResult evaluate(Run* run)
 {
     const TokenSet* set = &run->val_set;

@@ -83,7 +83,7 @@ OLD_NAMES = {"zero_optimization.cpu_offload", "zero_optimization.cpu_offload_par
 
 
 def test_every_key_at_its_default(tmp_path):
-    """A file with every key that has a default, at that: taken, and something is said of each."""
+    """A file with every key that has a default, at that: taken, and each is reported."""
     keys = {key: value for key, value in KEYS.items() if value is not None and key not in OLD_NAMES
             and not key.startswith(("scheduler.params.", "bfloat16.", "zero_optimization.zenflow.",
                                     "sparse_attention.", "optimizer.params."))}

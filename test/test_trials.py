@@ -143,7 +143,7 @@ def test_u_validation(tmp_path, device, stage, ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_u_without_targets(tmp_path, device, stage, ranks):
-    """A step in which no token counts changes nothing, and is a step; a validation of none is said."""
+    """A step in which no token counts changes nothing, and is a step; a validation of none prints n/a."""
     path = tmp_path / "data/train_000000.bin"
     tokens = np.resize([0, 1, 1, 2, 3], 8 * ranks + 1)
     shard_write(path, tokens)

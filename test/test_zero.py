@@ -469,7 +469,7 @@ def test_offload_share(tmp_path, device, stage, ranks, share, flags):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_host_memory_is_looked_at_first(tmp_path, ranks):
-    """0.9 TiB of states, gradients and parameters: nothing is pinned, and what to change is said."""
+    """0.9 TiB of states, gradients and parameters: nothing is pinned, and the message names what to change."""
     model_write(tmp_path / "model", gpt2_config(97, 1600, 16, L=2000, NH=25), {})
     shard_write(tmp_path / "data" / "train_000000.bin", init.tokens(2000, 97, 3), 97)
     run = train_gpt("-m", tmp_path / "model", "--from-scratch", "-d", tmp_path / "data", "-b", 1, "-n", 1, "-z", 3,
